@@ -1,0 +1,30 @@
+"""The two ways the lab says no.
+
+`LabError` is a wrong command, config or file: one line that names the key or file and the fix, exit code 2.
+`GapError` is a cell that cannot be measured: it becomes a recorded gap with a status, exit code 3. Neither is a bug; a bug keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lab.record import Status
+
+
+class LabError(Exception):
+    """A wrong command, config or file. The message is one line and names what to change. Exit code 2."""
+
+
+class GapError(Exception):
+    """A cell that cannot be measured as asked; ends as a record with `status`, exit code 3."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+def missing_extra(package: str, extra: str) -> LabError:
+    """The error for an optional dependency that is not installed: names the extra that brings it."""
+    return LabError(f"{package} is not installed; it comes with the extra [{extra}]: pip install -e '.[{extra}]'")
