@@ -1,0 +1,13 @@
+"""Weight codecs: `create(name, options)` gives one, `KNOWN` lists them. One codec family per file.
+
+Why a table and not discovery: the known codecs are a closed list that a config error can print.
+What it does not cover: the GGUF and VQF block types, which are read from files and live with their artifacts.
+"""
+
+from __future__ import annotations
+
+from lab.codecs.base import Codec, Parts, parts_nbytes
+from lab.codecs.quality import EncodingCheck, cosine, relative_mse, verify_encoding
+from lab.codecs.registry import KNOWN, create
+
+__all__ = ["KNOWN", "Codec", "EncodingCheck", "Parts", "cosine", "create", "parts_nbytes", "relative_mse", "verify_encoding"]

@@ -1,0 +1,147 @@
+"""Which of the worker's findings become numbers of the record, and why the others do not.
+
+Order: how the worker ended, whether the claimed path ran (`lab.evidence`), then each metric by itself: right unit and protocol, a possible
+value, a plausible one. A cell that fails as a whole admits no number; a metric that fails alone becomes a gap and the others stand.
+Passing says that nothing speaks against a number, not that it is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lab.cell import Cell
+from lab.metrics import METRICS
+from lab.record import Measurement, Status, WorkerResult
+
+MAX_ROOFLINE_PCT = 105.0
+"""Above the physical bound by more than its own measuring error (5 %), a rate cannot be right."""
+MIN_REPEATS_FOR_SPREAD = 5
+_TIMED_UNITS = ("tok/s",)
+
+# The values a metric can have at all: (lowest, highest), None = unbounded. Rounding may leave 1e-3 outside.
+_ROUNDING = 1e-3
+_POSSIBLE: dict[str, tuple[float | None, float | None]] = {
+    "ppl": (1.0, None),
+    "bits_per_byte": (0.0, None),
+    "kld_mean": (0.0, None),
+    "kld_p99": (0.0, None),
+    "top1_agreement": (0.0, 1.0),
+    "pp512_tok_s": (0.0, None),
+    "tg128_tok_s": (0.0, None),
+    "agg4_tg128_tok_s": (0.0, None),
+    "load_s": (0.0, None),
+    "resident_bytes": (0.0, None),
+    "peak_memory_bytes": (0.0, None),
+    "decode_bytes_per_token": (0.0, None),
+    "expert_cosine": (-1.0, 1.0),
+    "ple_cosine": (-1.0, 1.0),
+}
+
+EvidenceCheck = Callable[[Cell, dict[str, Any]], list[tuple[Status, str]]]
+Refusal = tuple[Status, str]
+
+
+@dataclass
+class Decision:
+    """The admitted metrics, the gaps by name, and the raw metrics that were not admitted."""
+
+    status: Status
+    reason: str = ""
+    metrics: dict[str, Measurement] = field(default_factory=dict)
+    gaps: dict[str, Refusal] = field(default_factory=dict)
+    unadmitted: dict[str, Measurement] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def refuse(status: Status, reason: str, unadmitted: dict[str, Measurement] | None = None) -> Decision:
+    """A decision without any number: every metric is a gap with this status and reason."""
+    return Decision(status, reason, gaps=dict.fromkeys(METRICS, (status, reason)), unadmitted=dict(unadmitted or {}))
+
+
+def decide(cell: Cell, result: WorkerResult, check: EvidenceCheck | None = None) -> Decision:
+    """Judge what the worker found. `check` stands in for `lab.evidence.check`."""
+    if result.status is not Status.OK:
+        return refuse(result.status, result.reason or "the worker gave no reason", result.metrics)
+    findings = (check or _evidence_check())(cell, result.evidence)
+    if findings:
+        decision = refuse(*findings[0], result.metrics)
+        decision.notes = [f"{status}: {reason}" for status, reason in findings[1:]]
+        return decision
+
+    decision = Decision(Status.OK)
+    for name, measurement in result.metrics.items():
+        refusal = result.gaps.get(name) or refusal_of(name, measurement, result)
+        if name not in METRICS:
+            decision.notes.append(f"{name} is no metric of lab.metrics and was left out")
+            decision.unadmitted[name] = measurement
+        elif refusal:
+            decision.unadmitted[name] = measurement
+            decision.gaps[name] = refusal
+        else:
+            decision.metrics[name] = measurement
+    for name in METRICS:
+        if name not in decision.metrics and name not in decision.gaps:
+            decision.gaps[name] = _worker_gap(result.gaps.get(name))
+    if not decision.metrics:
+        status, reason = next(iter(decision.gaps.values()))
+        return refuse(status, f"no metric was admitted; the first: {reason}", decision.unadmitted)
+    return decision
+
+
+def refusal_of(name: str, found: Measurement, result: WorkerResult) -> Refusal | None:
+    """Why this measurement may not stand as a number, or None. Metrics that need each other are looked up in `result`."""
+    known = METRICS.get(name)
+    if known is None:
+        return None
+    if (found.unit, found.protocol) != (known.unit, known.protocol):
+        return Status.NUMERIC_INVALID, f"measured in {found.unit} by {found.protocol}, but {name} is in {known.unit} by {known.protocol}"
+    low, high = _POSSIBLE.get(name, (None, None))
+    for value in (found.value, *found.samples):
+        if (low is not None and value < low - _ROUNDING) or (high is not None and value > high + _ROUNDING):
+            span = f"{low:g} to {'infinity' if high is None else format(high, 'g')}"
+            return Status.NUMERIC_INVALID, f"{name} {value:.6g} is impossible: its values go from {span}"
+    return _implausible(name, found, result)
+
+
+def _implausible(name: str, found: Measurement, result: WorkerResult) -> Refusal | None:
+    vocabulary = result.evidence.get("vocab_size")
+    ppl = result.metrics.get("ppl")
+    if known_protocol(name) == known_protocol("ppl") and ppl and isinstance(vocabulary, int) and ppl.value > vocabulary:
+        return Status.IMPLAUSIBLE, f"perplexity {ppl.value:.6g} is above the vocabulary size {vocabulary}: worse than guessing"
+    if found.roofline_pct is not None and found.roofline_pct > MAX_ROOFLINE_PCT:
+        return Status.IMPLAUSIBLE, f"{found.roofline_pct:.1f} % of the physical bound: bytes or time are miscounted"
+    if found.unit in _TIMED_UNITS:
+        if found.value == 0:
+            return Status.IMPLAUSIBLE, "a rate of zero is a measurement that did not happen"
+        if len(found.samples) >= MIN_REPEATS_FOR_SPREAD and min(found.samples) == max(found.samples):
+            return Status.IMPLAUSIBLE, f"{len(found.samples)} repeats without any spread: the clock was not read"
+    realised, requested = found.details.get("realised_tokens"), found.details.get("requested_tokens")
+    if realised != requested:
+        return Status.IMPLAUSIBLE, f"{realised} tokens were processed where {requested} were asked for"
+    single = result.metrics.get("tg128_tok_s")
+    if name == "agg4_tg128_tok_s" and single and found.value < single.value:
+        return Status.IMPLAUSIBLE, (
+            f"four sequences together decode at {found.value:.6g} tok/s, slower than one alone at {single.value:.6g}: "
+            "either measurement was disturbed"
+        )
+    return None
+
+
+def known_protocol(name: str) -> str:
+    """The protocol of a metric of `lab.metrics`."""
+    return METRICS[name].protocol
+
+
+def _worker_gap(given: Refusal | None) -> Refusal:
+    """A metric without a value: as the worker explained it, or that it did not."""
+    if given is None or given[0] is Status.OK:
+        return Status.NOT_RUN, "the worker neither measured it nor said why"
+    return given[0], given[1].strip() or "the worker gave no reason"
+
+
+def _evidence_check() -> EvidenceCheck:
+    from lab.evidence import check
+
+    return check

@@ -1,0 +1,220 @@
+"""The command line: one function per verb, each with its own help, all with the same exit codes.
+
+Our own small dispatcher, because Hydra has no sub-commands and argparse would fight over `key=value`. A wrong command or configuration
+is one line and exit 2; a bug keeps its traceback. With `--json`, standard output carries the JSON document and nothing else, whatever
+libraries print.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+import yaml
+
+from lab.errors import LabError
+from lab.project import Project, find_project, forget_stdout, say
+
+OK, WRONG, GAP, INTERRUPTED = 0, 2, 3, 130
+
+USAGE = """python -m lab VERB [key=value ...]
+
+  run      measure one cell, or with -m a sweep of cells
+  ls       what can be chosen: models, paths, devices, benches, codecs, experiments
+  show     the composed cell, its id and hash, and the command that measures it
+  doctor   versions, device, disk, MLflow store, attempts left by killed processes
+  import   mirror into MLflow every record that is not there yet
+  matrix   measured, gap and not run, for an experiment
+  report   write the stage report of an experiment
+
+python -m lab VERB --help says more. Exit codes: 0 OK, 2 wrong command or configuration, 3 recorded gap, 130 interrupted."""
+
+RUN_HELP = """python -m lab run [-m] [--json] [key=value ...]
+
+Measures one cell in a child process and stores a record under runs/ (LAB_RUNS), mirrored into MLflow (MLFLOW_TRACKING_URI).
+Choices: model= path= device= (auto: cuda if there is one, else cpu) bench=; layers=N keeps the first N layers; any value by its dotted
+key, as printed by `show`, e.g. path.components.experts.codec=q2_levels or bench.repeats=9.
+
+  -m, --multirun  sweep over commas, range() and glob(), e.g. path=reference,expert_q2 layers=3,6. All cells are checked before the first
+                  runs. A cell whose newest result is OK with the same resume key (configuration, code, artifact, protocols, versions,
+                  machine) is skipped, unless force=true. Without -m a cell is always measured.
+  --json          print the record (with -m: the list of records) as one JSON document on standard output, everything else on standard error
+
+Exit: 0 every cell OK, 3 at least one recorded gap, 2 wrong command or configuration (nothing was run), 130 interrupted."""
+
+SHOW_HELP = """python -m lab show [key=value ...]
+
+Prints the cell that `run` would measure as YAML, then its id, hash and the command that leads to it. Measures nothing. Exit: 0, 2."""
+
+LS_HELP = """python -m lab ls [models|paths|devices|benches|codecs|experiments]
+
+Prints what can be chosen, with a word on paths that cannot run yet. Exit: 0, 2."""
+
+DOCTOR_HELP = """python -m lab doctor
+
+Prints versions, the device, free disk, whether the MLflow store answers, and closes attempts left by killed processes.
+Exit: 0 ready to measure, 1 something is missing."""
+
+IMPORT_HELP = """python -m lab import
+
+Mirrors into MLflow every record under runs/ that is not there yet, after closing attempts left by killed processes and moving back
+records that had to be kept in the temporary folder. Can be repeated: what is there is left alone.
+Exit: 0, 3 if the store did not take everything."""
+
+MATRIX_HELP = """python -m lab matrix experiment=NAME [--json]
+
+Sets an experiment's expected cells against the records: measured, gap or not run. Measures nothing. Exit: 0, 2."""
+
+REPORT_HELP = """python -m lab report experiment=NAME
+
+Writes the experiment's stage report into reports/ and prints the names of the files. Measures nothing. Exit: 0, 2."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command and return its exit code. Only bugs leave as exceptions."""
+    verb, words = (argv[0], list(argv[1:])) if argv else ("", [])
+    if verb in ("-h", "--help", "help") or not argv:
+        print(USAGE)
+        return OK if argv else WRONG
+    if verb not in VERBS:
+        say(f"{verb!r} is no verb; choose one of: {', '.join(VERBS)} (python -m lab --help)")
+        return WRONG
+    action, help_text = VERBS[verb]
+    if "-h" in words or "--help" in words:
+        print(help_text)
+        return OK
+    try:
+        return action(find_project(), words)
+    except LabError as error:
+        say(f"error: {error}")
+        return WRONG
+    except KeyboardInterrupt:
+        say("interrupted before a measurement began; nothing was recorded")
+        return INTERRUPTED
+    except BrokenPipeError:
+        forget_stdout()
+        return OK
+
+
+def run(project: Project, words: Sequence[str]) -> int:
+    """The verb `run`; see RUN_HELP. Raises LabError."""
+    from lab.sweep import run_cells
+
+    multirun = any(word in ("-m", "--multirun") for word in words)
+    as_json = "--json" in words
+    overrides = _overrides(words, "run", allowed=("-m", "--multirun", "--json"))
+    with _pure_stdout(as_json) as out:
+        return run_cells(project, overrides, multirun, out if as_json else None)
+
+
+def show(project: Project, words: Sequence[str]) -> int:
+    """The verb `show`; see SHOW_HELP. Raises LabError."""
+    from lab.compose import plan
+    from lab.fill import fill_command
+
+    cell = plan(project, _overrides(words, "show")).cells[0]
+    print(yaml.safe_dump(cell.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=140).rstrip())
+    print(f"---\nid: {cell.id}\nhash: {cell.hash}\nrun: {fill_command(project, cell)}")
+    if cell.path.unsupported:
+        print(f"unsupported: {cell.path.unsupported.strip()}")
+    return OK
+
+
+def ls(project: Project, words: Sequence[str]) -> int:
+    """The verb `ls`; see LS_HELP. Raises LabError."""
+    from lab.listing import print_choices
+
+    print_choices(project, _overrides(words, "ls"))
+    return OK
+
+
+def doctor(project: Project, words: Sequence[str]) -> int:
+    """The verb `doctor`; see DOCTOR_HELP. Raises LabError."""
+    from lab.doctor import examine
+
+    _none(words, "doctor")
+    return OK if examine(project) else 1
+
+
+def import_records(project: Project, words: Sequence[str]) -> int:
+    """The verb `import`; see IMPORT_HELP. Raises LabError."""
+    from lab.reconcile import reconcile
+    from lab.store import Store
+    from lab.tracking import Tracker
+
+    _none(words, "import")
+    store = Store(project.runs)
+    reconcile(store)
+    for file, why in store.unreadable():
+        say(f"{project.short(file)}: not a valid record, left out ({why})")
+    answers = Tracker(project).mirror_all(store.records())
+    failed = [a for a in answers if a.error]
+    print(f"{len(answers)} records: {sum(a.new for a in answers)} mirrored now, {len(failed)} not, the rest were there")
+    return GAP if failed else OK
+
+
+def matrix(project: Project, words: Sequence[str]) -> int:
+    """The verb `matrix`; see MATRIX_HELP. Raises LabError."""
+    from lab.reconcile import reconcile
+    from lab.report.cli import matrix_command
+    from lab.store import Store
+
+    reconcile(Store(project.runs))
+    with _pure_stdout("--json" in words):
+        return matrix_command(project, words)
+
+
+def report(project: Project, words: Sequence[str]) -> int:
+    """The verb `report`; see REPORT_HELP. Raises LabError."""
+    from lab.reconcile import reconcile
+    from lab.report.cli import report_command
+    from lab.store import Store
+
+    reconcile(Store(project.runs))
+    return report_command(project, words)
+
+
+Action = Callable[[Project, Sequence[str]], int]
+VERBS: dict[str, tuple[Action, str]] = {
+    "run": (run, RUN_HELP),
+    "ls": (ls, LS_HELP),
+    "show": (show, SHOW_HELP),
+    "doctor": (doctor, DOCTOR_HELP),
+    "import": (import_records, IMPORT_HELP),
+    "matrix": (matrix, MATRIX_HELP),
+    "report": (report, REPORT_HELP),
+}
+
+
+def _overrides(words: Sequence[str], verb: str, allowed: Sequence[str] = ()) -> list[str]:
+    """The words that are no flags. Raises LabError for an unknown flag."""
+    flags = [w for w in words if w.startswith("-") and w not in allowed]
+    if flags:
+        raise LabError(f"{flags[0]}: unknown flag of `{verb}` (python -m lab {verb} --help)")
+    return [w for w in words if w not in allowed]
+
+
+def _none(words: Sequence[str], verb: str) -> None:
+    if words:
+        raise LabError(f"{words[0]!r}: `{verb}` takes nothing more (python -m lab {verb} --help)")
+
+
+@contextmanager
+def _pure_stdout(only_json: bool) -> Iterator[TextIO]:
+    """Standard output for one JSON document: inside, whatever else is printed, also by C code and children, goes to standard error."""
+    if not only_json:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with open(real, "w", encoding="utf-8", closefd=False) as out:
+            yield out
+    finally:
+        sys.stdout.flush()
+        os.dup2(real, 1)
+        os.close(real)

@@ -1,0 +1,26 @@
+"""The codecs by name. A new codec is one new file and one new line here.
+
+Why it is apart from the package's `__init__`: the codec files import from `base` only, so no import goes round in a circle.
+What it does not do: read the names of GGUF or VQF types; those belong to their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lab.codecs.base import Codec
+from lab.codecs.e4m3 import E4M3
+from lab.codecs.plain import Bf16, Int8G128
+from lab.codecs.q2 import Q2G32, Q2Levels, Q2Rows
+from lab.codecs.w3 import W3Levels
+from lab.errors import LabError
+
+KNOWN: dict[str, type[Codec]] = {codec.name: codec for codec in (Bf16, E4M3, Int8G128, W3Levels, Q2Levels, Q2G32, Q2Rows)}
+
+
+def create(name: str, options: Mapping[str, Any] | None = None) -> Codec:
+    """The codec `name` with `options` over its defaults. Raises LabError on an unknown name, option or value."""
+    if name not in KNOWN:
+        raise LabError(f"codec {name!r} is unknown; known: {', '.join(KNOWN)}")
+    return KNOWN[name](**dict(options or {}))

@@ -1,0 +1,205 @@
+"""From the command line to cells: compose with Hydra, check, freeze.
+
+Hydra only composes here: its compose API touches neither the working folder nor the disk, and no `hydra.main` owns the process. Whatever
+is wrong with the configuration leaves as one `LabError` line that names the key. A composed cell is well-formed; that its files exist and
+that its path runs is for preflight and evidence to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from lab.cell import COMPONENTS, Cell
+from lab.devices import auto_device
+from lab.errors import LabError
+from lab.overrides import GROUPS, check_groups, check_keys, expand, hydra_words, parse
+from lab.project import Project, find_project
+
+ENGINES = ("local",)
+"""What can execute a cell."""
+
+_SETTINGS = ("force",)
+"""Top-level keys that steer the run and are no part of a cell."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one command asks for: its cells, each once, and whether to measure again what is already there."""
+
+    cells: tuple[Cell, ...]
+    force: bool
+
+
+def plan(project: Project, words: Sequence[str], multirun: bool = False) -> Plan:
+    """Compose every cell that `words` ask for. All are checked before any is returned. Raises LabError."""
+    given = parse(words)
+    cells: dict[str, Cell] = {}
+    force = False
+    for single in expand(given, project.conf, multirun):
+        config = _config(project, single)
+        force = _flag(config, "force") or force
+        cell = _cell(project, config)
+        if cell.path.unsupported is None and any(o.key_or_group.startswith("path.components") for o in single):
+            _check_codecs(cell)
+        cells.setdefault(cell.hash, cell)
+    return Plan(tuple(cells.values()), force)
+
+
+def compose_cells(words: Sequence[str], project: Project | None = None) -> list[Cell]:
+    """The cells that `words` ask for, commas included, in the current project unless one is given. Raises LabError."""
+    return list(plan(project or find_project(), words, multirun=True).cells)
+
+
+def known_keys(project: Project, words: Sequence[str]) -> tuple[str, ...]:
+    """The dotted keys of the configuration that the choices among `words` compose to; only these can be overridden without a `+`."""
+    return _keys(project.conf, _chosen(project, parse(words)))
+
+
+def model_layers(project: Project, artifact: str) -> int | None:
+    """Number of layers in the artifact's config.json, or None where that file is absent. Raises LabError if it names no number."""
+    file = project.path(artifact) / "config.json"
+    try:
+        data = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise LabError(f"{project.short(file)}: not readable as JSON ({error})") from None
+    text = data.get("text_config", data) if isinstance(data, dict) else {}
+    layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
+    if not isinstance(layers, int) or layers < 1:
+        raise LabError(f"{project.short(file)}: num_hidden_layers is missing or not a positive number")
+    return layers
+
+
+def _config(project: Project, overrides: Sequence[Override]) -> dict[str, Any]:
+    """The composed configuration as plain data. Group names and keys are checked first, for readable errors."""
+    chosen = _chosen(project, overrides)
+    values = [o for o in overrides if o.key_or_group not in GROUPS]
+    if values:
+        check_keys(values, _keys(project.conf, chosen))
+    plain = _hydra(project.conf, (*chosen, *hydra_words(values)))
+    return {str(key): value for key, value in plain.items()}
+
+
+def _chosen(project: Project, overrides: Sequence[Override]) -> tuple[str, ...]:
+    """The choices as Hydra's words; the device is always among them."""
+    check_groups(overrides, project.conf)
+    groups = [o for o in overrides if o.key_or_group in GROUPS and o.key_or_group != "device"]
+    device = next((o.get_value_element_as_str() for o in overrides if o.key_or_group == "device"), "auto")
+    return (*hydra_words(groups), f"device={auto_device() if device == 'auto' else device}")
+
+
+@cache
+def _keys(conf: Path, words: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(_dotted(_hydra(conf, words)))
+
+
+@cache
+def _hydra(conf: Path, words: tuple[str, ...]) -> dict[Any, Any]:
+    """The plain, resolved result of one composition. Raises LabError for whatever Hydra, OmegaConf or YAML has to say."""
+    try:
+        # Another composition in this process (a test, a notebook) may have left Hydra initialised.
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            config = hydra_compose("config", overrides=list(words))
+            plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise LabError(f"configuration: {_one_line(error)}") from None
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _cell(project: Project, config: dict[str, Any]) -> Cell:
+    config = {key: value for key, value in config.items() if key not in _SETTINGS}
+    model = config.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("artifact"), str):
+        raise LabError("model.artifact: must be the path of the model's files")
+    config["layers"] = _layers(project, config.get("layers"), str(model.get("name")), model["artifact"])
+    try:
+        cell = Cell.model_validate(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise LabError(f"{key}: unknown key; python -m lab show prints all keys") from None
+        shown = f"={first['input']}" if isinstance(first["input"], str | int | float) else ""
+        raise LabError(f"{key}{shown}: {_one_line(first['msg'])}") from None
+    unknown = sorted(cell.path.components.keys() - set(COMPONENTS))
+    if unknown:
+        raise LabError(f"path.components.{unknown[0]}: no such component; choose from {', '.join(COMPONENTS)}")
+    for rule in cell.path.evidence:
+        if rule.component not in cell.path.components:
+            raise LabError(f"path.evidence: {rule.component} is not among the path's components")
+    if cell.engine not in ENGINES:
+        raise LabError(f"engine={cell.engine}: no such engine; choose one of: {', '.join(ENGINES)}")
+    _check_names(project, cell)
+    return cell
+
+
+def _layers(project: Project, asked: Any, model: str, artifact: str) -> int:
+    """The number of layers to run: all where `asked` is None, else `asked`, which must lie within the model."""
+    total = model_layers(project, artifact)
+    if asked is None:
+        if total is None:
+            raise LabError(f"{artifact}/config.json is missing, so that the number of layers is unknown: get the model or give layers=N")
+        return total
+    span = f"choose 1 to {total}" if total else "choose 1 or more"
+    if isinstance(asked, bool) or not isinstance(asked, int):
+        raise LabError(f"layers={asked}: not a whole number; {span}")
+    if asked < 1 or (total is not None and asked > total):
+        has = f"{model} has {total} layers; " if total else ""
+        raise LabError(f"layers={asked}: {has}{span}")
+    return asked
+
+
+def _check_names(project: Project, cell: Cell) -> None:
+    """Each choice carries the name of its file: records, ids and fill commands rely on it."""
+    for key, spec in (("model", cell.model), ("path", cell.path), ("device", cell.device), ("bench", cell.bench)):
+        if not (project.conf / GROUPS[key] / f"{spec.name}.yaml").is_file():
+            raise LabError(f"{key}.name={spec.name}: the name is that of the file in conf/{GROUPS[key]}; add a file instead")
+
+
+def _check_codecs(cell: Cell) -> None:
+    """Only for components changed by hand, since the codecs import torch, which the parent otherwise does without."""
+    from lab.codecs import create
+
+    for component, part in cell.path.components.items():
+        if part.codec != "source":
+            try:
+                create(part.codec, part.options)
+            except LabError as error:
+                raise LabError(f"path.components.{component}: {error}") from None
+
+
+def _flag(config: dict[str, Any], key: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        raise LabError(f"{key}={value}: must be true or false")
+    return value
+
+
+def _dotted(tree: Any, prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        keys.append(f"{prefix}{key}")
+        keys.extend(_dotted(value, f"{prefix}{key}."))
+    return keys
+
+
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:300]

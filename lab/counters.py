@@ -1,0 +1,60 @@
+"""Counts what really ran: per layer, component, operation and device, how often, on how many rows, reading how many weight bytes.
+
+An operation counts itself at the place where it decodes its weights, so a computation routed through another operation shows up under that
+operation's name, and one that bypasses the engine's operations shows up as rows missing. Counting says what was executed, not that it was right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Key = tuple[int | None, str, str, str]
+
+
+@dataclass
+class Tally:
+    """Totals of one (layer, component, op, device): calls, rows of activations, weight bytes read, multiply-add operations x 2."""
+
+    calls: int = 0
+    rows: int = 0
+    weight_bytes: int = 0
+    flops: int = 0
+
+
+class Counters:
+    """Tallies by (layer, component, op, device). One instance per engine; not thread-safe."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[Key, Tally] = {}
+
+    def add(self, key: Key, rows: int, weight_bytes: int, flops: int) -> None:
+        """Counts one call."""
+        tally = self.tallies.get(key)
+        if tally is None:
+            tally = self.tallies[key] = Tally()
+        tally.calls += 1
+        tally.rows += rows
+        tally.weight_bytes += weight_bytes
+        tally.flops += flops
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """JSON-able rows, layers in order, the model-wide operations first."""
+        order = sorted(self.tallies.items(), key=lambda kv: (-1 if kv[0][0] is None else kv[0][0], *kv[0][1:]))
+        return [{"layer": k[0], "component": k[1], "op": k[2], "device": k[3], **asdict(t)} for k, t in order]
+
+    def totals(self) -> Tally:
+        """The sum over all keys."""
+        tallies = self.tallies.values()
+        return Tally(*(sum(getattr(t, f) for t in tallies) for f in ("calls", "rows", "weight_bytes", "flops")))
+
+    @contextmanager
+    def span(self) -> Iterator[Tally]:
+        """Yields a tally that holds, after the block, what ran inside it."""
+        before, result = self.totals(), Tally()
+        yield result
+        after = self.totals()
+        for field in ("calls", "rows", "weight_bytes", "flops"):
+            setattr(result, field, getattr(after, field) - getattr(before, field))

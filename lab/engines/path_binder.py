@@ -1,0 +1,133 @@
+"""Gives a model its weights from a checkpoint, encoded as a path says, one tensor at a time.
+
+Each component (experts, trunk, ple, head) is encoded with its codec and placed; everything else keeps its source precision on the compute device.
+Every encoding is decoded again on a sample and compared with its source before it is accepted: a decode that drops a scale is caught here, not in a
+perplexity of 142.6. What is resident where, and how close the codes are to the source, is kept as evidence.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lab.artifacts import Checkpoint
+from lab.cell import ComponentPlan
+from lab.codecs import Codec, Parts, cosine, create, verify_encoding
+from lab.codecs.e4m3 import from_release
+from lab.counters import Counters
+from lab.errors import LabError
+from lab.models.binder import Experts, Linear, Table
+from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
+
+SOURCE = ComponentPlan(codec="source")
+_SOURCE_BITS = "bf16"
+
+
+class PathBinder:
+    """Binder over a checkpoint. `residency` and `quality` fill while the model is built."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: dict[str, ComponentPlan],
+        device: torch.device,
+        dtype: torch.dtype,
+        counters: Counters,
+    ) -> None:
+        """Raises LabError for a placement this engine has no code for."""
+        self.checkpoint, self.plan, self.device, self.dtype, self.counters = checkpoint, plan, device, dtype, counters
+        self.layer: int | None = None
+        self.codecs = {name: create(p.codec, p.options) for name, p in plan.items() if p.codec != "source"}
+        for name, component in plan.items():
+            if component.placement not in ("device", "host"):
+                raise LabError(f"path.components.{name}.placement={component.placement}: the local engine places on device or host only")
+        self.residency: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: {"bytes": 0, "tensors": 0, "weights": 0})
+        self.quality: dict[str, list[tuple[float, int]]] = defaultdict(list)
+
+    def at_layer(self, layer: int | None) -> None:
+        """Tags the following requests; tensors of earlier layers are already encoded and freed."""
+        self.layer = layer
+
+    def linear(self, name: str, out_features: int, in_features: int, component: str) -> Linear:
+        """The matrix as a packed linear map. Block scales beside it are honoured."""
+        scale = f"{name}_scale_inv" if f"{name}_scale_inv" in self.checkpoint else None
+        return PackedLinear(self._packed(component, self.checkpoint.get(name), self.checkpoint.get(scale) if scale else None, name))
+
+    def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Float32 on the compute device."""
+        value = self.checkpoint.get(name).to(self.device, torch.float32)
+        self._note("vectors", "float32", self.device, value.nbytes, value.numel())
+        return value
+
+    def integers(self, name: str, default: list[int]) -> Tensor:
+        """The file's int64 constant. Raises LabError when it is stored as anything else."""
+        value = self.checkpoint.get(name)
+        if value.dtype != torch.int64:
+            raise LabError(f"{self.checkpoint.folder}: {name} is stored as {value.dtype}; hash constants must be int64")
+        return value.to(self.device)
+
+    def experts(self, prefix: str, count: int, width: int, hidden: int) -> Experts:
+        """Both stacks, encoded."""
+        stacks = self.checkpoint.expert_stacks(prefix, count)
+        gate_up, down = (self._packed("experts", w, s, f"{prefix}.{kind}") for (w, s), kind in zip(stacks, ("gate_up", "down"), strict=True))
+        return PackedExperts(gate_up, down)
+
+    def table(self, prefix: str, rows: int, width: int) -> Table:
+        """The n-gram table, encoded, on the device or host as its placement says."""
+        weight, scale = self.checkpoint.table(prefix)
+        return PackedTable(self._packed("ple", weight, scale, prefix), self.dtype, self.device)
+
+    def embedding(self, name: str, rows: int, width: int) -> Table:
+        """Token embedding rows in source precision."""
+        return PackedTable(self._packed("embed", self.checkpoint.get(name), None, name), self.dtype, self.device)
+
+    def _packed(self, component: str, stored: Tensor, scale: Tensor | None, name: str) -> Packed:
+        plan = self.plan.get(component, SOURCE)
+        device = torch.device("cpu") if plan.placement == "host" else self.device
+        codec, parts = self._source(stored, scale, name)
+        if (wanted := self.codecs.get(component)) is not None and not _same(wanted, codec):
+            source = (stored if scale is None else codec.decode(parts, stored.shape[-1])).to(device)
+            codec, parts = wanted, wanted.encode(source)
+            verify_encoding(codec, parts, source).require(name)
+            self.quality[component].append((cosine(codec.decode(parts, source.shape[-1]), source), source.numel()))
+        parts = {key: part.to(device) for key, part in parts.items()}
+        packed = Packed(codec, parts, tuple(stored.shape), self.layer, component, self.counters)
+        self._note(component, codec.name, device, packed.nbytes(), stored.numel())
+        return packed
+
+    def _source(self, stored: Tensor, scale: Tensor | None, name: str) -> tuple[Codec, Parts]:
+        """The tensor as it is in the file: bf16, or e4m3 with its released scale."""
+        if scale is not None:
+            codec, parts = from_release(stored, scale)
+            return codec, parts
+        if stored.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise LabError(f"{self.checkpoint.folder}: {name} is stored as {stored.dtype} without a scale; expected bf16, or e4m3 with its scale")
+        if stored.dtype != torch.bfloat16 and not torch.equal(stored.to(torch.bfloat16).to(stored.dtype), stored):
+            raise LabError(f"{self.checkpoint.folder}: {name} is {stored.dtype} and does not fit bf16 exactly; the released layouts are bf16 and e4m3")
+        source = create(_SOURCE_BITS)
+        return source, source.encode(stored)
+
+    def _note(self, component: str, codec: str, device: torch.device, nbytes: int, weights: int) -> None:
+        entry = self.residency[(component, codec, device.type)]
+        entry["bytes"] += nbytes
+        entry["tensors"] += 1
+        entry["weights"] += weights
+
+    def resident(self) -> list[dict[str, Any]]:
+        """[{component, codec, device, bytes, tensors, weights}]."""
+        return [{"component": c, "codec": k, "device": d, **entry} for (c, k, d), entry in sorted(self.residency.items())]
+
+    def cosines(self) -> dict[str, dict[str, float]]:
+        """Per encoded component: weight cosine to the source, averaged by weights, and the worst tensor's."""
+        return {
+            component: {"mean": sum(c * n for c, n in found) / sum(n for _, n in found), "min": min(c for c, _ in found), "tensors": len(found)}
+            for component, found in self.quality.items()
+        }
+
+
+def _same(wanted: Codec, source: Codec) -> bool:
+    """Whether the file already holds what the path asks for, so that requantising would only add error."""
+    return wanted.name == source.name and wanted.options == source.options

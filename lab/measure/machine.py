@@ -1,0 +1,81 @@
+"""What this machine can do at most: read bandwidth and matrix arithmetic, measured once and kept with their date.
+
+The bounds behind every roofline percentage. The read sweep sums an array far larger than any cache; the arithmetic is one large square product in the
+dtype the engine computes in. Best of several runs, because a bound should be what the machine can do, not what it did on average.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_VERSION = 1
+
+
+def machine_bounds(device: torch.device, dtype: torch.dtype, cache: Path) -> dict[str, Any]:
+    """{read_bytes_s, flops_s, device, threads, dtype, measured_at}; from `cache` when this device, thread count and torch were measured before."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+    identity = {"device": name, "threads": torch.get_num_threads(), "dtype": str(dtype), "torch": torch.__version__, "version": _VERSION}
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    path = cache / f"machine-{key}.json"
+    if path.is_file():
+        try:
+            kept: dict[str, Any] = json.loads(path.read_text())
+            return kept
+        except json.JSONDecodeError:
+            path.unlink()  # a torn cache is measured again
+    bounds = {
+        **identity,
+        "read_bytes_s": _read_bandwidth(device),
+        "flops_s": _matmul_rate(device, dtype),
+        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.part")
+    partial.write_text(json.dumps(bounds, indent=1))
+    partial.replace(path)
+    return bounds
+
+
+def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    best = float("inf")
+    for _ in range(repeats + 1):  # the first run also warms up
+        _wait(device)
+        started = time.perf_counter()
+        run()
+        _wait(device)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _read_bandwidth(device: torch.device) -> float:
+    """Bytes per second of summing 4 GiB (GPU) or 0.5 GiB (CPU) of float32 ones."""
+    data = torch.ones((1 << 30) if device.type == "cuda" else (1 << 27), device=device)
+    return data.nbytes / _best_seconds(data.sum, device, 5)
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second (2 n^3) of one n x n product of random data."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    return 2 * n**3 / _best_seconds(lambda: a @ b, device, 5)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "cpu"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")

@@ -1,0 +1,100 @@
+"""The reference path's log-probabilities for one artifact, depth and text, made once and kept as a file.
+
+`python -m lab.measure.reference` runs as a process of its own, so that neither its memory nor its warm caches touch the measured path. It scores the
+windows twice with different batch shapes; the difference is the noise floor that every divergence is read against. The file's name is a digest of
+everything that would change its content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lab.artifacts import inspect
+from lab.cell import Cell, ComponentPlan
+from lab.engines.local import LocalEngine
+from lab.errors import LabError
+from lab.measure.divergence import MAX_WINDOWS, DivergenceTally
+from lab.measure.scoring import score_windows
+from lab.measure.text import Corpus, load_corpus
+from lab.provenance import code_sha256
+
+BATCH, OTHER_BATCH = 4, 1
+"""Windows per forward pass in every path's scoring, and in the reference's second pass."""
+
+SOURCE_PLAN = {name: ComponentPlan(codec="source") for name in ("experts", "trunk", "ple", "head")}
+
+
+def reference_key(cell: Cell, artifact_sha256: str, corpus: Corpus) -> str:
+    """Digest of what the log-probabilities depend on."""
+    bench = cell.bench
+    parts = {
+        "artifact": artifact_sha256,
+        "corpus": corpus.facts["sha256"],
+        "layers": cell.layers,
+        "device": cell.device.model_dump(),
+        "windows": [bench.ppl_context, bench.ppl_stride, min(bench.ppl_windows, MAX_WINDOWS)],
+        "code": code_sha256(),
+        "torch": torch.__version__,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def load_reference(cell: Cell, root: Path, cache: Path, artifact_sha256: str, corpus: Corpus) -> tuple[Tensor, dict[str, float]]:
+    """(log-probabilities float32 [n, V], noise floor), computed in a child process when the cache has none. Raises LabError when that fails."""
+    path = cache / "reference" / f"{reference_key(cell, artifact_sha256, corpus)}.safetensors"
+    if not path.is_file():
+        job = json.dumps({"cell": cell.model_dump(mode="json"), "root": str(root), "out": str(path)})
+        done = subprocess.run([sys.executable, "-m", "lab.measure.reference"], input=job, text=True, stdout=sys.stderr, stderr=subprocess.PIPE)
+        sys.stderr.write(done.stderr)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise LabError(f"the reference pass failed with exit code {done.returncode}: {last}")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return handle.get_tensor("log_p"), json.loads(handle.metadata()["noise_floor"])
+    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+        raise LabError(f"{path}: the cached reference cannot be read ({error}); delete the file") from None
+
+
+def make_reference(cell: Cell, root: Path, out: Path) -> None:
+    """Scores the windows with the source-precision model and writes the file, aside first."""
+    corpus = load_corpus(root / cell.model.artifact, root / cell.model.corpus)
+    engine = LocalEngine(cell, root, SOURCE_PLAN)
+    bench = cell.bench
+    windows, scored = corpus.windows(bench.ppl_context, bench.ppl_stride, min(bench.ppl_windows, MAX_WINDOWS))
+    log_p = torch.cat([batch.cpu() for batch, _, _ in score_windows(engine.logits, windows, scored, BATCH)])
+    floor = DivergenceTally(log_p)
+    for batch, _, _ in score_windows(engine.logits, windows, scored, OTHER_BATCH):
+        floor.add(batch)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_suffix(f".{os.getpid()}.part")
+    save_file({"log_p": log_p}, partial, metadata={"noise_floor": json.dumps(floor.summary())})
+    partial.replace(out)
+
+
+def main() -> int:
+    """Reads a job from standard input: {cell, root, out}."""
+    job: dict[str, Any] = json.load(sys.stdin)
+    try:
+        cell = Cell.model_validate(job["cell"])
+        inspect(Path(job["root"]) / cell.model.artifact)
+        make_reference(cell, Path(job["root"]), Path(job["out"]))
+    except (LabError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

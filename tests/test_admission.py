@@ -1,0 +1,136 @@
+"""Each rule of admission fires on the finding it is for, and on nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.admission import Decision, decide
+from lab.cell import Cell
+from lab.metrics import METRICS
+from lab.record import Measurement, Status, WorkerResult
+from tests.runner_helpers import cell_of, make_project
+
+GOOD = [50.0, 51.0, 49.0, 50.5, 49.5]
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Cell:
+    folder: Path = tmp_path_factory.mktemp("project")
+    return cell_of(make_project(folder / "p"), "path=expert_q2", "layers=3")
+
+
+def rate(samples: list[float], protocol: str = "tg@1", **rest: Any) -> Measurement:
+    return Measurement.from_samples(samples, "tok/s", protocol, **rest)
+
+
+def judge(cell: Cell, findings: list[tuple[Status, str]] | None = None, **changes: Any) -> Decision:
+    metrics = {"ppl": Measurement(value=9.5, unit="ppl", protocol="ppl/window@1"), "tg128_tok_s": rate(GOOD)}
+    result = {"status": Status.OK, "metrics": metrics, "evidence": {"vocab_size": 4096}} | changes
+    return decide(cell, WorkerResult.model_validate(result), lambda *_: findings or [])
+
+
+def test_good_findings_are_admitted_and_the_rest_is_a_gap(cell: Cell) -> None:
+    decision = judge(cell, gaps={"kld_mean": (Status.NOT_RUN, "no reference")})
+    assert decision.status is Status.OK
+    assert set(decision.metrics) == {"ppl", "tg128_tok_s"}
+    assert decision.gaps["kld_mean"] == (Status.NOT_RUN, "no reference")
+    assert decision.gaps["load_s"][0] is Status.NOT_RUN
+    assert decision.metrics.keys() | decision.gaps.keys() == METRICS.keys()
+
+
+def test_a_worker_that_failed_admits_nothing(cell: Cell) -> None:
+    decision = judge(cell, status=Status.OOM, reason="too big")
+    assert (decision.status, decision.reason, decision.metrics) == (Status.OOM, "too big", {})
+    assert set(decision.gaps) == set(METRICS)
+    assert set(decision.unadmitted) == {"ppl", "tg128_tok_s"}
+
+
+def test_the_first_evidence_finding_decides_and_the_others_are_noted(cell: Cell) -> None:
+    findings = [(Status.PATH_NOT_EXECUTED, "experts ran bf16"), (Status.DEGRADED, "half is resident")]
+    decision = judge(cell, findings)
+    assert (decision.status, decision.reason) == findings[0]
+    assert decision.notes == ["DEGRADED: half is resident"]
+    assert not decision.metrics
+    assert decision.unadmitted["tg128_tok_s"].samples == GOOD
+
+
+REFUSED = [
+    ("ppl", Measurement(value=0.5, unit="ppl", protocol="ppl/window@1"), Status.NUMERIC_INVALID, "impossible"),
+    ("ppl", Measurement(value=5000, unit="ppl", protocol="ppl/window@1"), Status.IMPLAUSIBLE, "vocabulary size 4096"),
+    ("ppl", Measurement(value=9.5, unit="ppl", protocol="ppl/window@0"), Status.NUMERIC_INVALID, "ppl/window@0"),
+    ("kld_mean", Measurement(value=-0.1, unit="nat", protocol="kld@1"), Status.NUMERIC_INVALID, "impossible"),
+    ("top1_agreement", Measurement(value=1.1, unit="fraction", protocol="kld@1"), Status.NUMERIC_INVALID, "0 to 1"),
+    ("expert_cosine", Measurement(value=-1.1, unit="cosine", protocol="weight-cosine@1"), Status.NUMERIC_INVALID, "impossible"),
+    ("pp512_tok_s", rate([*GOOD[:4], -1.0], "pp@1"), Status.NUMERIC_INVALID, "impossible"),
+    ("pp512_tok_s", Measurement(value=500, unit="samples/s", protocol="pp@1"), Status.NUMERIC_INVALID, "samples/s"),
+    ("tg128_tok_s", rate(GOOD, roofline_pct=106.0), Status.IMPLAUSIBLE, "106.0 % of the physical bound"),
+    ("tg128_tok_s", rate([50.0] * 5), Status.IMPLAUSIBLE, "without any spread"),
+    ("tg128_tok_s", rate([0.0, 0.0]), Status.IMPLAUSIBLE, "zero"),
+    ("tg128_tok_s", rate(GOOD, details={"requested_tokens": 128, "realised_tokens": 1}), Status.IMPLAUSIBLE, "1 tokens .* 128"),
+    ("tg128_tok_s", rate(GOOD, details={"requested_tokens": 128}), Status.IMPLAUSIBLE, "None tokens .* 128"),
+    ("agg4_tg128_tok_s", rate([40.0, 41.0, 39.0, 40.5, 39.5], "agg@1"), Status.IMPLAUSIBLE, "slower than one alone"),
+]
+
+
+@pytest.mark.parametrize(("name", "found", "status", "reason"), REFUSED, ids=[f"{n}-{r}" for n, _, _, r in REFUSED])
+def test_a_metric_that_cannot_be_right_becomes_a_gap_alone(cell: Cell, name: str, found: Measurement, status: Status, reason: str) -> None:
+    metrics = {"ppl": Measurement(value=9.5, unit="ppl", protocol="ppl/window@1"), "tg128_tok_s": rate(GOOD)}
+    other = "tg128_tok_s" if name == "ppl" else "ppl"
+    decision = judge(cell, metrics=metrics | {name: found})
+    assert decision.status is Status.OK
+    assert other in decision.metrics
+    assert name not in decision.metrics
+    assert decision.gaps[name][0] is status
+    assert re.search(reason, decision.gaps[name][1])
+    assert decision.unadmitted[name] == found
+
+
+ADMITTED = [
+    ("tg128_tok_s", rate(GOOD, roofline_pct=104.0)),
+    ("tg128_tok_s", rate([50.0] * 4)),
+    ("tg128_tok_s", rate(GOOD, details={"requested_tokens": 128, "realised_tokens": 128})),
+    ("agg4_tg128_tok_s", rate(GOOD, "agg@1")),
+    ("top1_agreement", Measurement(value=1.0, unit="fraction", protocol="kld@1")),
+    ("expert_cosine", Measurement(value=1.0 + 1e-7, unit="cosine", protocol="weight-cosine@1")),
+    ("kld_mean", Measurement(value=0.0, unit="nat", protocol="kld@1")),
+]
+
+
+@pytest.mark.parametrize(("name", "found"), ADMITTED, ids=[f"{n}-{i}" for i, (n, _) in enumerate(ADMITTED)])
+def test_a_metric_at_the_edge_is_admitted(cell: Cell, name: str, found: Measurement) -> None:
+    metrics = {"tg128_tok_s": rate(GOOD), name: found}
+    assert judge(cell, metrics=metrics).metrics[name] == found
+
+
+def test_bits_per_byte_falls_with_its_perplexity(cell: Cell) -> None:
+    ppl = Measurement(value=9999, unit="ppl", protocol="ppl/window@1")
+    bits = Measurement(value=3.0, unit="bit/B", protocol="ppl/window@1")
+    decision = judge(cell, metrics={"ppl": ppl, "bits_per_byte": bits, "tg128_tok_s": rate(GOOD)})
+    assert decision.gaps["bits_per_byte"][0] is Status.IMPLAUSIBLE
+
+
+def test_a_metric_the_worker_itself_doubts_is_a_gap(cell: Cell) -> None:
+    decision = judge(cell, gaps={"ppl": (Status.NUMERIC_INVALID, "NaN in window 3")})
+    assert "ppl" not in decision.metrics
+    assert decision.gaps["ppl"] == (Status.NUMERIC_INVALID, "NaN in window 3")
+
+
+def test_an_unknown_metric_is_noted_and_left_out(cell: Cell) -> None:
+    decision = judge(cell, metrics={"speed": rate(GOOD), "tg128_tok_s": rate(GOOD)})
+    assert "speed" not in decision.metrics
+    assert "speed" not in decision.gaps
+    assert any("speed" in note for note in decision.notes)
+
+
+def test_ok_without_a_single_number_is_not_ok(cell: Cell) -> None:
+    assert judge(cell, metrics={}).status is Status.NOT_RUN
+    only_bad = {"tg128_tok_s": rate([50.0] * 5)}
+    assert judge(cell, metrics=only_bad).status is not Status.OK
+
+
+def test_a_gap_never_says_ok(cell: Cell) -> None:
+    assert judge(cell, gaps={"load_s": (Status.OK, "")}).gaps["load_s"][0] is Status.NOT_RUN

@@ -1,0 +1,187 @@
+"""The store: a record is whole or absent, an attempt is never overwritten, and what a killed process left is closed exactly once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lab import store as store_module
+from lab.cell import Cell
+from lab.locks import hold, is_locked, try_lock
+from lab.project import Project
+from lab.reconcile import reconcile
+from lab.record import Status
+from lab.store import RECORD, RESERVE, RUNNING, Attempt, Store, fallback_records, load_record, write_atomic, write_fallback
+from tests.runner_helpers import cell_of, make_project, record_of
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return make_project(tmp_path / "p")
+
+
+@pytest.fixture
+def store(project: Project) -> Store:
+    return Store(project.runs)
+
+
+@pytest.fixture
+def cell(project: Project) -> Cell:
+    return cell_of(project, "layers=3")
+
+
+def skeleton(cell: Cell) -> dict[str, object]:
+    whole = record_of(cell).model_dump(mode="json")
+    return {k: whole[k] for k in ("cell_id", "cell_hash", "cell", "artifact", "provenance", "resume_key", "started_at")}
+
+
+def opened(store: Store, cell: Cell) -> Attempt:
+    return store.open_attempt(cell, {"pid": os.getpid(), "record": skeleton(cell)})
+
+
+def test_a_record_comes_back_as_it_was_written(store: Store, cell: Cell) -> None:
+    attempt = opened(store, cell)
+    assert attempt.folder == store.runs / cell.id / "001"
+    assert (attempt.folder / RESERVE).stat().st_size == store_module.RESERVE_BYTES
+    file = store.finish(attempt.folder, record_of(cell))
+    attempt.close()
+    assert load_record(file) == record_of(cell)
+    assert sorted(p.name for p in attempt.folder.iterdir()) == [RECORD]
+
+
+def test_attempts_opened_at_once_get_numbers_of_their_own(store: Store, cell: Cell) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        attempts = list(pool.map(lambda _: opened(store, cell), range(16)))
+    assert sorted(a.number for a in attempts) == list(range(1, 17))
+    for attempt in attempts:
+        assert json.loads((attempt.folder / RUNNING).read_text())["attempt"] == attempt.number
+        attempt.close()
+    assert len(list((store.runs / cell.id).iterdir())) == 16
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "record.json"
+    write_atomic(file, "old")
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomic(file, "new")
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_an_attempt_that_cannot_reserve_its_space_leaves_nothing(store: Store, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_file: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lab.store.reserve", full)
+    with pytest.raises(OSError, match="No space"):
+        opened(store, cell)
+    assert list((store.runs / cell.id).iterdir()) == []
+
+
+def test_the_newest_valid_attempt_counts(store: Store, cell: Cell) -> None:
+    for status in (Status.OK, Status.TIMEOUT):
+        attempt = opened(store, cell)
+        store.finish(attempt.folder, record_of(cell, status, attempt=attempt.number))
+        attempt.close()
+    spoilt = store.runs / cell.id / "003" / RECORD
+    spoilt.parent.mkdir()
+    spoilt.write_text('{"schema_version": 1, "status"')
+    newest = store.newest(cell)
+    assert newest is not None
+    assert (newest.record.attempt, newest.record.status) == (2, Status.TIMEOUT)
+    assert [s.record.attempt for s in store.records()] == [1, 2]
+    assert [file for file, _ in store.unreadable()] == [spoilt]
+
+
+def test_a_record_of_another_cell_is_not_taken_for_this_one(store: Store, cell: Cell) -> None:
+    attempt = opened(store, cell)
+    store.finish(attempt.folder, record_of(cell, cell_hash="f" * 64))
+    attempt.close()
+    assert store.newest(cell) is None
+
+
+def test_a_lock_tells_who_holds_it_and_can_be_given_up(tmp_path: Path) -> None:
+    file = tmp_path / ".lock"
+    told: list[str] = []
+    with hold(file, "pid 1, cell a", told.append, lambda _: True):
+        assert is_locked(file)
+        with pytest.raises(TimeoutError), hold(file, "pid 2", told.append, lambda _: True):
+            raise AssertionError("two holders")
+    assert told == ["pid 1, cell a"]
+    assert not is_locked(file)
+
+
+def test_an_attempt_of_a_living_process_is_left_alone(store: Store, cell: Cell) -> None:
+    attempt = opened(store, cell)
+    assert reconcile(store) == []
+    attempt.close()
+
+
+def test_an_attempt_of_a_dead_process_is_closed_exactly_once(store: Store, cell: Cell) -> None:
+    opened(store, cell).close()  # the kernel would have given the marker's lock back like this
+    with ThreadPoolExecutor(4) as pool:
+        added = [stored for found in pool.map(lambda _: reconcile(store), range(4)) for stored in found]
+    assert len(added) == 1
+    record = load_record(store.runs / cell.id / "001" / RECORD)
+    assert record.status is Status.CRASHED
+    assert "the lab process was killed" in record.reason
+    assert record.gaps["ppl"].fill == "python -m lab run path=x"
+    assert not (store.runs / cell.id / "001" / RUNNING).exists()
+    assert reconcile(store) == []
+
+
+def test_an_unreadable_marker_is_reported_and_stops_nobody(store: Store, cell: Cell, capsys: pytest.CaptureFixture[str]) -> None:
+    attempt = opened(store, cell)
+    (attempt.folder / RUNNING).write_text("")
+    attempt.close()
+    assert reconcile(store) == []
+    assert "remove the folder" in capsys.readouterr().err
+
+
+def test_a_kept_record_goes_back_to_its_place(store: Store, cell: Cell) -> None:
+    attempt = opened(store, cell)
+    kept = write_fallback(record_of(cell, Status.INFRA, attempt=1), store.runs)
+    store.abandon(attempt.folder)
+    attempt.close()
+    assert [s.file for s in fallback_records(store.runs)] == [kept]
+    assert list(fallback_records(store.runs.parent)) == [], "another project's records are not ours"
+    assert [s.record.status for s in reconcile(store)] == [Status.INFRA]
+    assert load_record(store.runs / cell.id / "001" / RECORD).attempt == 1
+    assert list(fallback_records(store.runs)) == []
+
+
+def test_a_kept_record_never_displaces_another(store: Store, cell: Cell) -> None:
+    attempt = opened(store, cell)
+    store.finish(attempt.folder, record_of(cell))
+    attempt.close()
+    write_fallback(record_of(cell, Status.INFRA, attempt=0), store.runs)
+    reconcile(store)
+    assert [(s.record.attempt, s.record.status) for s in store.records()] == [(1, Status.OK), (2, Status.INFRA)]
+
+
+def test_a_fallback_folder_of_somebody_else_is_refused(store: Store, cell: Cell, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    store_module.fallback_folder().symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError):
+        write_fallback(record_of(cell), store.runs)
+
+
+def test_locks_end_with_their_descriptor(tmp_path: Path) -> None:
+    descriptor = try_lock(tmp_path / "l")
+    assert descriptor is not None
+    assert try_lock(tmp_path / "l") is None
+    os.close(descriptor)
+    again = try_lock(tmp_path / "l")
+    assert again is not None
+    os.close(again)

@@ -1,0 +1,228 @@
+"""MLflow as a mirror: terminal statuses, gaps as tags and never as numbers, and stores in trouble that cost neither time nor results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from mlflow.entities import Run
+from mlflow.tracking import MlflowClient
+
+from lab.cli import import_records
+from lab.mlflow_store import EXPERIMENT, artifact_location, client_for, tracking_uri
+from lab.project import Project
+from lab.record import Status
+from lab.runner import Runner
+from lab.store import MIRROR, Store, Stored, load_record
+from lab.sweep import run_cells
+from lab.tracking import Tracker, metric_values, tags
+from tests.fake_lab import WORKER, evidence, inspect
+from tests.runner_helpers import cell_of, make_project, record_of
+
+CELL = ("path=expert_q2", "layers=3", "device=cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with its tables and nothing in them; making one takes MLflow seconds."""
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    client_for(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+@pytest.fixture
+def fresh_project(tmp_path: Path) -> Project:
+    return make_project(tmp_path / "p")
+
+
+@pytest.fixture
+def project(fresh_project: Project, empty_store: Path) -> Project:
+    shutil.copy(empty_store, fresh_project.root / "mlflow.db")
+    return fresh_project
+
+
+def stored(project: Project, status: Status = Status.OK, **changes: object) -> Stored:
+    cell = cell_of(project, *CELL[:2])
+    store = Store(project.runs)
+    attempt = store.open_attempt(cell, {})
+    record = record_of(cell, status, attempt=attempt.number, **changes)
+    file = store.finish(attempt.folder, record)
+    attempt.close()
+    return Stored(file, record)
+
+
+def runs(project: Project) -> list[Run]:
+    client: MlflowClient = client_for(tracking_uri(project))
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    return list(client.search_runs([experiment.experiment_id])) if experiment else []
+
+
+def test_an_ok_record_is_a_finished_run_with_its_numbers(fresh_project: Project) -> None:
+    project = fresh_project
+    one = stored(project)
+    answer = Tracker(project).mirror(one)
+    assert answer.error is None
+    (run,) = runs(project)
+    assert run.info.run_id == answer.run_id
+    assert (run.info.status, run.info.run_name) == ("FINISHED", f"{one.record.cell_id}#001")
+    assert run.info.end_time - run.info.start_time == 5000
+    assert run.data.metrics == {
+        "ppl": 9.5, "tg128_tok_s": 50.0, "tg128_tok_s_min": 49.0, "tg128_tok_s_max": 51.0, "tg128_tok_s_roofline_pct": 40.0
+    }  # fmt: skip
+    assert run.data.tags["gap.kld_mean"] == "NOT_RUN: for a reason"
+    assert run.data.tags["cell_id"] == one.record.cell_id
+    assert run.data.params["path"] == "expert_q2"
+    assert run.data.params["codec.experts"] == "q2_g32"
+    files = {f.path for f in client_for(tracking_uri(project)).list_artifacts(run.info.run_id)}
+    assert files == {"config.yaml", "record.json"}
+    assert (project.root / "mlartifacts").is_dir()
+    assert (project.root / "mlflow.db").is_file()
+    assert json.loads((one.file.parent / MIRROR).read_text())["run_id"] == run.info.run_id
+    assert not Path("mlruns").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "worker", "expected"),
+    [
+        (Status.PATH_NOT_EXECUTED, {"ended": "exit", "signal": None}, "FAILED"),
+        (Status.CRASHED, {"ended": "exit", "signal": "SIGSEGV"}, "FAILED"),
+        (Status.CRASHED, {"ended": "exit", "signal": "SIGKILL"}, "KILLED"),
+        (Status.CRASHED, {"ended": "interrupted"}, "KILLED"),
+        (Status.CRASHED, {"ended": "lab_killed"}, "KILLED"),
+        (Status.TIMEOUT, {"ended": "timeout"}, "KILLED"),
+        (Status.UNSUPPORTED, None, "FAILED"),
+    ],
+)
+def test_a_gap_is_a_tag_and_never_a_number(project: Project, status: Status, worker: dict[str, object] | None, expected: str) -> None:
+    provenance = {"fill": "x"} | ({"worker": worker} if worker else {})
+    Tracker(project).mirror(stored(project, status, provenance=provenance))
+    (run,) = runs(project)
+    assert run.info.status == expected
+    assert run.data.metrics == {}
+    assert run.data.tags["status"] == status.value
+    assert run.data.tags["gap.kld_mean"] == f"{status}: for a reason"
+
+
+def test_mirroring_again_doubles_nothing(project: Project) -> None:
+    one, two = stored(project), stored(project)
+    tracker = Tracker(project)
+    assert [a.new for a in tracker.mirror_all([one, two])] == [True, True]
+    assert [a.new for a in Tracker(project).mirror_all([one, two])] == [False, False]
+    assert len(runs(project)) == 2
+
+
+def test_a_run_taken_out_of_sight_does_not_come_back(project: Project) -> None:
+    one = stored(project)
+    client_for(tracking_uri(project)).delete_run(str(Tracker(project).mirror(one).run_id))
+    assert Tracker(project).mirror(one).new is False
+    assert runs(project) == []
+
+
+def test_an_interrupted_mirroring_is_not_left_running_and_is_completed_later(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stored(project)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no space for artifacts")
+
+    monkeypatch.setattr(Tracker, "_fill", broken)
+    answer = Tracker(project).mirror(one, patience_s=0)
+    assert answer.error == "RuntimeError: no space for artifacts"
+    (run,) = runs(project)
+    assert (run.info.status, run.data.tags["mirror"]) == ("FAILED", "incomplete")
+    monkeypatch.undo()
+    Tracker(project).mirror(one)
+    (run,) = runs(project)
+    assert (run.info.status, run.data.tags["mirror"], run.data.metrics["ppl"]) == ("FINISHED", "complete", 9.5)
+
+
+def test_a_run_left_running_by_a_killed_lab_is_completed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stored(project)
+    # As a SIGKILL between creating and ending the run would leave it.
+    monkeypatch.setattr(Tracker, "_fill", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(MlflowClient, "set_terminated", lambda *_, **__: None)
+    with pytest.raises(KeyboardInterrupt):
+        Tracker(project).mirror(one)
+    monkeypatch.undo()
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert [r.info.status for r in runs(project)] == ["RUNNING"]
+    Tracker(project).mirror(one)
+    assert [r.info.status for r in runs(project)] == ["FINISHED"]
+
+
+def test_a_locked_store_costs_a_line_and_import_makes_up_for_it(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    Tracker(project).mirror(stored(project))
+    blocker = sqlite3.connect(project.root / "mlflow.db", isolation_level=None)
+    blocker.execute("BEGIN EXCLUSIVE")
+    two, three = stored(project), stored(project)
+    begin = time.monotonic()
+    answers = Tracker(project).mirror_all([two, three], patience_s=1)
+    assert time.monotonic() - begin < 10
+    assert all("database is locked" in (a.error or "") for a in answers)
+    assert capsys.readouterr().err.count("python -m lab import tries again") == 2
+    assert "database is locked" in json.loads((two.file.parent / MIRROR).read_text())["error"]
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    answers = Tracker(project).mirror_all(Store(project.runs).records())
+    assert [(a.new, a.error) for a in answers] == [(False, None), (True, None), (True, None)]
+    assert len(runs(project)) == 3
+
+
+def test_a_locked_store_does_not_change_the_outcome_of_a_run(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Tracker(project).mirror(stored(project))
+    blocker = sqlite3.connect(project.root / "mlflow.db", isolation_level=None)
+    blocker.execute("BEGIN EXCLUSIVE")
+    monkeypatch.setattr("lab.tracking.PATIENCE_S", 1.0)
+    assert run_cells(project, CELL, False, None, Runner(project, WORKER, evidence), inspect) == 0
+    shown = capsys.readouterr()
+    assert "mlflow: not mirrored (OperationalError: database is locked)" in shown.out
+    assert import_records(project, []) == 3
+    blocker.close()
+    assert import_records(project, []) == 0
+    assert capsys.readouterr().out.endswith("2 records: 1 mirrored now, 0 not, the rest were there\n")
+
+
+def test_a_server_that_is_away_is_given_up_quickly(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    begin = time.monotonic()
+    answer = Tracker(project).mirror(stored(project), patience_s=1)
+    assert time.monotonic() - begin < 10
+    assert answer.error is not None
+    assert "ConnectionRefusedError" in answer.error
+
+
+def test_the_stores_address_is_absolute_and_can_be_overridden(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tracking_uri(project) == f"sqlite:///{project.root}/mlflow.db"
+    assert artifact_location(tracking_uri(project)) == (project.root / "mlartifacts").as_uri()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://tracking.example")
+    assert tracking_uri(project) == "https://tracking.example"
+    assert artifact_location("https://tracking.example") is None
+
+
+def test_what_is_too_long_for_a_tag_is_cut_visibly(project: Project) -> None:
+    record = record_of(cell_of(project, *CELL[:2]), Status.CRASHED, reason="x" * 9000)
+    assert len(tags(record)["reason"]) <= 5000
+    assert tags(record)["reason"].endswith("[cut; whole in record.json]")
+    assert metric_values(record) == {}
+
+
+def test_a_sweep_is_mirrored_and_says_where(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cells(project, ["path=expert_q2,tiered", *CELL[1:]], True, None, Runner(project, WORKER, evidence), inspect) == 3
+    assert {r.info.status for r in runs(project)} == {"FINISHED", "FAILED"}
+    tiered = next(r for r in runs(project) if r.data.params["path"] == "tiered")
+    assert tiered.data.metrics == {}
+    assert tiered.data.tags["gap.ppl"].startswith("UNSUPPORTED: tiered placement")
+    for one in Store(project.runs).records():
+        assert json.loads((one.file.parent / MIRROR).read_text())["error"] is None
+        assert load_record(one.file) == one.record
+    assert "2 cells = 1 OK" in capsys.readouterr().out
