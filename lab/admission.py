@@ -106,7 +106,7 @@ def refusal_of(name: str, found: Measurement, result: WorkerResult) -> Refusal |
 
 
 def _implausible(name: str, found: Measurement, result: WorkerResult) -> Refusal | None:
-    vocabulary = result.evidence.get("vocab_size")
+    vocabulary = result.evidence.get("vocab_size", result.artifact.get("vocab_size"))
     ppl = result.metrics.get("ppl")
     if known_protocol(name) == known_protocol("ppl") and ppl and isinstance(vocabulary, int) and ppl.value > vocabulary:
         return Status.IMPLAUSIBLE, f"perplexity {ppl.value:.6g} is above the vocabulary size {vocabulary}: worse than guessing"
@@ -123,8 +123,7 @@ def _implausible(name: str, found: Measurement, result: WorkerResult) -> Refusal
     single = result.metrics.get("tg128_tok_s")
     if name == "agg4_tg128_tok_s" and single and found.value < single.value:
         return Status.IMPLAUSIBLE, (
-            f"four sequences together decode at {found.value:.6g} tok/s, slower than one alone at {single.value:.6g}: "
-            "either measurement was disturbed"
+            f"four sequences together decode at {found.value:.6g} tok/s, slower than one alone at {single.value:.6g}: either measurement was disturbed"
         )
     return None
 

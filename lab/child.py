@@ -43,22 +43,18 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def run_child(
-    argv: Sequence[str], job: dict[str, Any], cwd: Path, log: Path, timeout_s: float, stop: StopSignals, on_phase: OnPhase
-) -> Outcome:
+def run_child(argv: Sequence[str], job: dict[str, Any], *, cwd: Path, log: Path, timeout_s: float, stop: StopSignals, on_phase: OnPhase) -> Outcome:
     """Run `argv` with the job on its standard input and `--events-fd N` appended, until it ends, `timeout_s` passes or a stop is asked for.
 
     Raises OSError if the process cannot be started at all.
     """
-    return _Child(argv, job, cwd, log, timeout_s, stop, on_phase).run()
+    return _Child(argv, job, cwd=cwd, log=log, timeout_s=timeout_s, stop=stop, on_phase=on_phase).run()
 
 
 class _Child:
     """The state of one run; see `run_child`."""
 
-    def __init__(
-        self, argv: Sequence[str], job: dict[str, Any], cwd: Path, log: Path, timeout_s: float, stop: StopSignals, on_phase: OnPhase
-    ) -> None:
+    def __init__(self, argv: Sequence[str], job: dict[str, Any], *, cwd: Path, log: Path, timeout_s: float, stop: StopSignals, on_phase: OnPhase) -> None:
         self.stop = stop
         self.outcome = Outcome()
         self.started = time.monotonic()

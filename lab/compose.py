@@ -67,7 +67,7 @@ def compose_cells(words: Sequence[str], project: Project | None = None) -> list[
 
 def known_keys(project: Project, words: Sequence[str]) -> tuple[str, ...]:
     """The dotted keys of the configuration that the choices among `words` compose to; only these can be overridden without a `+`."""
-    return _keys(project.conf, _chosen(project, parse(words)))
+    return _keys(project.conf.resolve(), _chosen(project, parse(words)))
 
 
 def model_layers(project: Project, artifact: str) -> int | None:
@@ -91,8 +91,8 @@ def _config(project: Project, overrides: Sequence[Override]) -> dict[str, Any]:
     chosen = _chosen(project, overrides)
     values = [o for o in overrides if o.key_or_group not in GROUPS]
     if values:
-        check_keys(values, _keys(project.conf, chosen))
-    plain = _hydra(project.conf, (*chosen, *hydra_words(values)))
+        check_keys(values, _keys(project.conf.resolve(), chosen))
+    plain = _hydra(project.conf.resolve(), (*chosen, *hydra_words(values)))
     return {str(key): value for key, value in plain.items()}
 
 

@@ -27,8 +27,10 @@ def fill_words(project: Project, cell: Cell) -> tuple[str, ...]:
     """The overrides that compose to this cell, choices first."""
     words = [f"{key}={spec.name}" for key, spec in (("model", cell.model), ("path", cell.path))]
     words += [f"layers={cell.layers}", f"device={cell.device.name}", f"bench={cell.bench.name}"]
-    known = known_keys(project, words)
     base = _composed(project, words)
+    if base == cell:
+        return tuple(words)
+    known = known_keys(project, words)
     single = _differences(base.model_dump(mode="json"), cell.model_dump(mode="json"), known, lists=False)
     # Lists last: a list may follow from single values by interpolation, and then needs no word of its own. Where the single values alone
     # are no cell (a component is gone that a list still names), the lists are compared with the plain choices.

@@ -121,7 +121,8 @@ class Runner:
 
     def _child(self, cell: Cell, attempt: Attempt, stop: StopSignals) -> Outcome:
         job = {"cell": cell.model_dump(mode="json"), "cache_dir": str(self.project.cache), "root": str(self.project.root)}
-        return run_child(self.worker_argv, job, self.project.root, attempt.folder / LOG, cell.bench.timeout_s, stop, _progress)
+        log, timeout_s = attempt.folder / LOG, cell.bench.timeout_s
+        return run_child(self.worker_argv, job, cwd=self.project.root, log=log, timeout_s=timeout_s, stop=stop, on_phase=_progress)
 
     def _judge(self, cell: Cell, outcome: Outcome) -> Decision:
         problem = _ending(cell, outcome)

@@ -26,6 +26,7 @@ def run_cells(
     overrides: Sequence[str],
     multirun: bool,
     json_out: TextIO | None,
+    *,
     runner: Runner | None = None,
     inspect: Inspect | None = None,
 ) -> int:

@@ -203,7 +203,7 @@ def _find(client: MlflowClient, experiment: str, digest: str) -> Run | None:
 
 
 def _is_complete(run: Run) -> bool:
-    return run.info.lifecycle_stage == "deleted" or (run.info.status != "RUNNING" and run.data.tags.get("mirror") == _COMPLETE)
+    return bool(run.info.lifecycle_stage == "deleted" or (run.info.status != "RUNNING" and run.data.tags.get("mirror") == _COMPLETE))
 
 
 def _until(deadline: float) -> Callable[[float], bool]:

@@ -43,9 +43,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
         (["import", "all"], "'all': `import` takes nothing more"),
     ],
 )
-def test_a_wrong_command_is_one_line_and_exit_2(
-    project: Project, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
+def test_a_wrong_command_is_one_line_and_exit_2(project: Project, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert cli.main(words) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -96,7 +94,14 @@ def test_what_libraries_print_stays_out_of_the_json(project: Project) -> None:
 def test_the_result_table_shows_numbers_gaps_and_where_everything_is(project: Project) -> None:
     code, out, _ = lab(project, "run", *CELL)
     assert code == 0
-    for text in ("505 tok/s", "[499, 510]", "12.5 %", "GAP", "NOT_RUN: the reference was not measured", "experts as q2_g32 on cpu: 3.00 MiB"):
+    for text in (
+        "505 tok/s",
+        "[499, 510]",
+        "12.5 %",
+        "GAP",
+        "NOT_RUN: the reference was not measured",
+        "experts as q2_g32 on cpu: 3.00 MiB",
+    ):
         assert text in " ".join(out.split())
     assert "record: runs/" in out
     code, out, _ = lab(project, "run", *CELL, FAKE_MODE="oom")

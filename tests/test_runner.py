@@ -36,11 +36,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     return make_project(tmp_path / "p")
 
 
-def attempt(project: Project, monkeypatch: pytest.MonkeyPatch, mode: str, *words: str, stop: StopSignals | None = None) -> Record:
+def attempt(project: Project, monkeypatch: pytest.MonkeyPatch, mode: str, *words: str) -> Record:
     """Run one cell in this process, with a real child, and return the record as it was stored."""
     monkeypatch.setenv("FAKE_MODE", mode)
     cell = cell_of(project, *CELL[:2], *words)
-    with stop or StopSignals() as stop:
+    with StopSignals() as stop:
         done = fake_runner(project).run(cell, inspect(project.path(cell.model.artifact)), stop, skip_ok=False)
     assert done.file is not None
     assert load_record(done.file) == done.record
@@ -83,9 +83,7 @@ def test_a_good_run_is_ok_and_says_where_it_comes_from(project: Project, monkeyp
         ("not-executed", Status.PATH_NOT_EXECUTED, "experts ran bf16, not q2_g32"),
     ],
 )
-def test_what_goes_wrong_in_the_worker_is_a_recorded_gap(
-    project: Project, monkeypatch: pytest.MonkeyPatch, mode: str, status: Status, reason: str
-) -> None:
+def test_what_goes_wrong_in_the_worker_is_a_recorded_gap(project: Project, monkeypatch: pytest.MonkeyPatch, mode: str, status: Status, reason: str) -> None:
     record = attempt(project, monkeypatch, mode)
     assert record.status is status
     assert reason in record.reason
@@ -205,7 +203,7 @@ def test_a_sweep_goes_on_past_a_failed_cell_and_repeats_only_what_is_not_ok(proj
 def test_only_a_sweep_skips_and_only_unless_forced(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     def run(*words: str, multirun: bool) -> str:
         runner = fake_runner(project)
-        assert run_cells(project, ["path=reference", *CELL[1:], *words], multirun, None, runner, inspect) == 0
+        assert run_cells(project, ["path=reference", *CELL[1:], *words], multirun, None, runner=runner, inspect=inspect) == 0
         return capsys.readouterr().err
 
     assert "skipped" not in run(multirun=False)

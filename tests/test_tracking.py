@@ -176,14 +176,12 @@ def test_a_locked_store_costs_a_line_and_import_makes_up_for_it(project: Project
     assert len(runs(project)) == 3
 
 
-def test_a_locked_store_does_not_change_the_outcome_of_a_run(
-    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_locked_store_does_not_change_the_outcome_of_a_run(project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     Tracker(project).mirror(stored(project))
     blocker = sqlite3.connect(project.root / "mlflow.db", isolation_level=None)
     blocker.execute("BEGIN EXCLUSIVE")
     monkeypatch.setattr("lab.tracking.PATIENCE_S", 1.0)
-    assert run_cells(project, CELL, False, None, Runner(project, WORKER, evidence), inspect) == 0
+    assert run_cells(project, CELL, False, None, runner=Runner(project, WORKER, evidence), inspect=inspect) == 0
     shown = capsys.readouterr()
     assert "mlflow: not mirrored (OperationalError: database is locked)" in shown.out
     assert import_records(project, []) == 3
@@ -217,7 +215,7 @@ def test_what_is_too_long_for_a_tag_is_cut_visibly(project: Project) -> None:
 
 
 def test_a_sweep_is_mirrored_and_says_where(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cells(project, ["path=expert_q2,tiered", *CELL[1:]], True, None, Runner(project, WORKER, evidence), inspect) == 3
+    assert run_cells(project, ["path=expert_q2,tiered", *CELL[1:]], True, None, runner=Runner(project, WORKER, evidence), inspect=inspect) == 3
     assert {r.info.status for r in runs(project)} == {"FINISHED", "FAILED"}
     tiered = next(r for r in runs(project) if r.data.params["path"] == "tiered")
     assert tiered.data.metrics == {}

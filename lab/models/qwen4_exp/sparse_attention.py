@@ -2,7 +2,7 @@
 
 Visible tokens are cut from position 0 into blocks of `indexer_compress_ratio`; complete blocks are scored by the indexer and the best
 `budget / ratio` are kept, plus the incomplete tail. With fewer visible tokens than the budget this is exactly dense attention. Source: transformers
-5.24.0 (`Qwen4ExpTextAttention`, `...QSAIndexer`). Equal scores (relu makes zeros) go to the earlier block; the source leaves ties to `topk`.
+5.24.0 (`Qwen4ExpTextAttention`, `...QSAIndexer`), which leaves equal scores to `topk`; see `_best` for what is done about them here.
 """
 
 from __future__ import annotations
@@ -85,11 +85,28 @@ class Indexer:
         chosen = ready.expand(batch, -1, -1)
         budget = c.indexer_budget // block
         if blocks > budget:
-            order = scores.masked_fill(~ready, -torch.inf).sort(stable=True, dim=-1, descending=True).indices[..., :budget]
-            chosen = torch.zeros_like(chosen).scatter(-1, order, True) & ready
+            chosen = _best(scores, complete, budget) & ready
         token = torch.arange(keys, device=scores.device)
         tail = (token >= (complete * block)[:, None]) & (token <= position[:, None])
         return pad(chosen.repeat_interleave(block, -1), (0, keys - blocks * block)) | tail
+
+
+def _best(scores: Tensor, complete: Tensor, budget: int) -> Tensor:
+    """The `budget` best of each query's first `complete` blocks, bool like scores [B, T, blocks]; all of them where there are no more.
+
+    Scores tie often: relu makes zeros. On the CPU each query's own row goes through `topk`, exactly as in transformers, so that both pick the same of
+    equal blocks; elsewhere one stable sort for all queries prefers the earlier block, since a call per row would cost a launch each.
+    """
+    if scores.device.type != "cpu":
+        hidden = torch.arange(scores.shape[-1], device=scores.device) >= complete[:, None]
+        order = scores.masked_fill(hidden, -torch.inf).sort(stable=True, dim=-1, descending=True).indices[..., :budget]
+        return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, True)
+    chosen = torch.ones_like(scores, dtype=torch.bool)
+    for count in complete[complete > budget].unique().tolist():
+        rows = torch.where(complete == count)[0]
+        best = scores[:, rows, :count].topk(budget, dim=-1).indices
+        chosen[:, rows] = torch.zeros_like(chosen[:, rows]).scatter(-1, best, True)
+    return chosen
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

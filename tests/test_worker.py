@@ -1,0 +1,214 @@
+"""The worker on a tiny real checkpoint: everything measured, evidence that holds, and evidence that does not when the path is switched off."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lab.admission import decide
+from lab.artifacts import Checkpoint
+from lab.cell import BenchSpec, Cell, ComponentPlan, DeviceSpec, EvidenceRule, ModelSpec, PathSpec
+from lab.codecs import create
+from lab.counters import Counters
+from lab.engines.path_binder import PathBinder
+from lab.evidence import check
+from lab.metrics import METRICS
+from lab.models.qwen4_exp.config import from_file
+from lab.models.qwen4_exp.model import Qwen4Exp
+from lab.ops import Packed, PackedExperts, PackedTable
+from lab.record import Status, WorkerResult
+from lab.worker import Attempt
+from tests.models.tiny import text_ids, tiny_model, write_checkpoint
+
+Q2 = {"experts": "q2_g32", "trunk": "int8_g128", "ple": "e4m3", "head": "int8_g128"}
+SOURCE = dict.fromkeys(Q2, "source")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("root")
+    write_checkpoint(folder / "tiny", tiny_model(3), "fused")
+    words = ["<|endoftext|>" if i == 5 else f"w{i}" for i in sampled_text(folder / "tiny", 16, 190)]
+    (folder / "text.txt").write_text(" ".join(words))
+    return folder
+
+
+@torch.no_grad()
+def sampled_text(folder: Path, lanes: int, steps: int) -> list[int]:
+    """Text the random model itself would write; on any other text it is worse than guessing, which admission refuses."""
+    config = from_file(folder / "config.json")
+    model = Qwen4Exp(config, PathBinder(Checkpoint(folder), {}, torch.device("cpu"), torch.float32, Counters()))
+    state, ids = model.new_state(lanes, steps, torch.device("cpu"), torch.float32), text_ids(lanes, 1)
+    generator = torch.Generator().manual_seed(0)
+    written = []
+    for _ in range(steps):
+        written.append(ids)
+        ids = torch.multinomial(model.logits(ids, state)[:, 0].softmax(-1), 1, generator=generator)
+    return torch.cat(written, 1).flatten().tolist()
+
+
+def a_cell(codecs: dict[str, str], **changes: object) -> Cell:
+    rules = tuple(EvidenceRule(component=c, op="bf16" if codec == "source" else codec) for c, codec in codecs.items())
+    fields: dict[str, object] = {
+        "model": ModelSpec(name="tiny", arch="qwen4_exp", artifact="tiny", corpus="text.txt", trained_depths=(2,)),
+        "path": PathSpec(name="p", title="", components={c: ComponentPlan(codec=k) for c, k in codecs.items()}, evidence=rules, reference=codecs is SOURCE),
+        "layers": 3,
+        "device": DeviceSpec(name="cpu", torch_device="cpu", compute_dtype="float32"),
+        "bench": BenchSpec(name="b", ppl_context=64, ppl_stride=32, ppl_windows=6, warmup=1, repeats=5, timeout_s=300),
+    }
+    return Cell.model_validate({**fields, **changes})
+
+
+def attempt(cell: Cell, root: Path, cache: Path) -> WorkerResult:
+    events = io.StringIO()
+    Attempt(cell, root, cache, events).run()
+    lines = [json.loads(line) for line in events.getvalue().splitlines()]
+    assert lines[-1]["event"] == "result" and {"phase", "metric", "result"} == {line["event"] for line in lines}
+    return WorkerResult.model_validate(lines[-1]["result"])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def q2(root: Path, cache: Path) -> WorkerResult:
+    return attempt(a_cell(Q2), root, cache)
+
+
+def test_every_metric_is_measured_and_admitted(q2: WorkerResult) -> None:
+    decision = decide(a_cell(Q2), q2)
+    assert decision.status is Status.OK, decision.reason
+    # A disturbed machine may refuse single speeds; nothing may be missing without being a gap.
+    assert set(decision.metrics) | set(decision.gaps) == set(METRICS)
+    assert set(decision.gaps) <= {"pp512_tok_s", "tg128_tok_s", "agg4_tg128_tok_s"}
+    assert "not meaningful" in q2.notes[0]
+
+
+def test_details_say_how_it_was_measured(q2: WorkerResult) -> None:
+    ppl = q2.metrics["ppl"]
+    assert ppl.details["scored_tokens"] == 63 + 5 * 32 and ppl.details["windows"] == 6 and ppl.stderr and ppl.stderr > 0
+    assert len(ppl.details["corpus"]["sha256"]) == 64
+    for name, tokens in (("pp512_tok_s", 512), ("tg128_tok_s", 128), ("agg4_tg128_tok_s", 512)):
+        found = q2.metrics[name]
+        assert len(found.samples) == 5 and found.min == min(found.samples) and found.max == max(found.samples)
+        assert found.details["realised_tokens"] == found.details["requested_tokens"] == tokens
+        assert found.roofline_pct is not None and 0 < found.roofline_pct
+
+
+def test_resident_bytes_are_the_codecs_own(q2: WorkerResult) -> None:
+    shapes = [(8, 128, 64), (8, 64, 64)] * 3
+    expected = sum(create("q2_g32").nbytes(shape) for shape in shapes)
+    assert next(e for e in q2.evidence["resident"] if e["component"] == "experts")["bytes"] == expected
+    assert q2.metrics["resident_bytes"].value == sum(e["bytes"] for e in q2.evidence["resident"])
+
+
+def test_decode_reads_three_of_eight_experts(q2: WorkerResult) -> None:
+    """Bytes per decoded token are counted per expert used, not per expert resident."""
+    one = sum(create("q2_g32").nbytes(shape) for shape in ((128, 64), (64, 64)))
+    by_op = {(o["layer"], o["component"]): o for o in q2.evidence["ops"]}
+    assert q2.metrics["decode_bytes_per_token"].value > 3 * 3 * one
+    assert q2.metrics["decode_bytes_per_token"].value < q2.metrics["resident_bytes"].value + 40_000
+    assert by_op[0, "experts"]["rows"] == 2 * 3 * q2.evidence["tokens_forwarded"]
+
+
+def test_reference_diverges_from_itself_by_the_noise_floor_only(root: Path, cache: Path, q2: WorkerResult) -> None:
+    own = attempt(a_cell(SOURCE), root, cache)
+    assert own.metrics["kld_mean"].value == pytest.approx(own.metrics["kld_mean"].details["noise_floor"])
+    assert own.metrics["kld_mean"].value < 1e-6 < q2.metrics["kld_mean"].value
+    assert own.gaps["expert_cosine"][0] is Status.UNSUPPORTED and "expert_cosine" not in own.metrics
+    assert decide(a_cell(SOURCE), own).status is Status.OK
+    assert own.metrics["ppl"].value != q2.metrics["ppl"].value
+
+
+def _through_the_reference(self: PackedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """What a silent fallback does: the experts computed from decoded source-precision copies."""
+    plain = create("bf16")
+    copies = [
+        Packed(plain, plain.encode(s.codec.decode(s.parts, s.shape[-1])), s.shape, s.key[0], "experts", s.counters) for s in (self.gate_up, self.down)
+    ]
+    return _ORIGINAL(PackedExperts(*copies), x, ids, weights)
+
+
+def _around_the_counters(self: PackedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return torch.zeros_like(x)
+
+
+def _for_few_tokens_only(self: PackedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """A path that runs in decode and falls back, uncounted, in prefill."""
+    return _ORIGINAL(self, x, ids, weights) if len(x) <= 4 else torch.zeros_like(x)
+
+
+_ORIGINAL = PackedExperts.__call__
+
+
+@pytest.mark.parametrize(
+    ("replacement", "sentence"),
+    [
+        (_through_the_reference, "layer 0 experts: bf16 ran where only q2_g32 may"),
+        (_around_the_counters, "layer 0 experts: no q2_g32 operation was counted"),
+        (_for_few_tokens_only, "expert rows were computed where the tokens forwarded need"),
+    ],
+)
+def test_experts_secretly_routed_elsewhere_are_not_this_path(
+    root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, replacement: Callable[..., Tensor], sentence: str
+) -> None:
+    monkeypatch.setattr(PackedExperts, "__call__", replacement)
+    decision = decide(a_cell(Q2), attempt(a_cell(Q2), root, cache))
+    assert decision.status is Status.PATH_NOT_EXECUTED and sentence in decision.reason
+    assert not decision.metrics and set(decision.gaps) == set(METRICS) and "ppl" in decision.unadmitted
+
+
+def test_a_table_decoded_without_its_row_scale_does_not_load(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault behind a reported perplexity of 142.6."""
+    from lab.codecs.q2 import Q2Rows
+
+    decode = Q2Rows.decode
+    monkeypatch.setattr(Q2Rows, "decode", lambda self, parts, cols: decode(self, {**parts, "scale": torch.ones_like(parts["scale"])}, cols))
+    result = attempt(a_cell({**Q2, "ple": "q2_rows"}), root, cache)
+    assert result.status is Status.LOAD_FAILED and "ngram_embedding" in result.reason and "does not decode to its weight" in result.reason
+
+
+def test_a_model_that_answers_nan_has_no_number(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = PackedTable.__call__
+    monkeypatch.setattr(PackedTable, "__call__", lambda self, ids: run(self, ids) * math.nan)
+    result = attempt(a_cell(Q2), root, cache)
+    assert result.gaps["ppl"][0] is Status.NUMERIC_INVALID and result.gaps["tg128_tok_s"][0] is Status.NUMERIC_INVALID
+    assert "ppl" not in result.metrics and "tg128_tok_s" not in result.metrics
+
+
+def test_evidence_rules_read_residency_device_and_depth(q2: WorkerResult) -> None:
+    cell = a_cell(Q2)
+    assert check(cell, q2.evidence) == []
+    half = [{**e, "device": "meta"} if e["component"] == "experts" else e for e in q2.evidence["resident"]]
+    assert [f[0] for f in check(cell, {**q2.evidence, "resident": half})] == [Status.DEGRADED]
+    elsewhere = [{**o, "device": "cuda"} if o["component"] == "head" else o for o in q2.evidence["ops"]]
+    assert "head: ran on cuda instead of cpu" in check(cell, {**q2.evidence, "ops": elsewhere})[0][1]
+    assert "2 layers ran, 3 were asked for" in check(cell, {**q2.evidence, "layers": 2})[0][1]
+    assert check(cell, {})[0][0] is Status.PATH_NOT_EXECUTED
+    without_rules = cell.model_copy(update={"path": cell.path.model_copy(update={"evidence": ()})})
+    assert "no evidence rules" in check(without_rules, q2.evidence)[0][1]
+
+
+def test_out_of_memory_is_its_own_status(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+
+    monkeypatch.setattr("lab.worker.LocalEngine", refuse)
+    result = attempt(a_cell(Q2), root, cache)
+    assert result.status is Status.OOM and "3 GiB" in result.reason
+
+
+def test_a_failed_reference_leaves_divergence_a_gap(root: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    result = attempt(a_cell(Q2), root, blocked)
+    assert result.status is not Status.OK or result.gaps["kld_mean"][0] is Status.INFRA
