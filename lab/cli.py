@@ -41,7 +41,8 @@ key, as printed by `show`, e.g. path.components.experts.codec=q2_levels or bench
   -m, --multirun  sweep over commas, range() and glob(), e.g. path=reference,expert_q2 layers=3,6. All cells are checked before the first
                   runs. A cell whose newest result is OK with the same resume key (configuration, code, artifact, protocols, versions,
                   machine) is skipped, unless force=true. Without -m a cell is always measured.
-  --json          print the record (with -m: the list of records) as one JSON document on standard output, everything else on standard error
+  experiment=NAME a sweep over the cells that experiments/NAME.yaml expects; path=..., layers=... beside it choose among them
+  --json          print the record (for a sweep: the list of records) as one JSON document on standard output, everything else on standard error
 
 Exit: 0 every cell OK, 3 at least one recorded gap, 2 wrong command or configuration (nothing was run), 130 interrupted."""
 
@@ -163,8 +164,8 @@ def matrix(project: Project, words: Sequence[str]) -> int:
     from lab.store import Store
 
     reconcile(Store(project.runs))
-    with _pure_stdout("--json" in words):
-        return matrix_command(project, words)
+    with _pure_stdout("--json" in words) as out:
+        return matrix_command(project, words, out)
 
 
 def report(project: Project, words: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ class MarkedYaml:
         self.source = f"{path.parent.name}/{path.name}"
         try:
             node = yaml.compose(self.raw, Loader=yaml.SafeLoader)
-            self._node = node if node is not None else yaml.MappingNode("", [], yaml.Mark("", 0, 0, 0, None, None))
+            self._node = node if node is not None else yaml.MappingNode("", [], yaml.Mark("", 0, 0, 0, None, 0))
             self._refuse_repeated_keys(self._node)
             self.data: Any = yaml.safe_load(self.raw)
         except (yaml.YAMLError, UnicodeDecodeError) as err:

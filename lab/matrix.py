@@ -115,9 +115,7 @@ class Matrix:
         return [_flat(entry) for entry in self.entries.values()]
 
 
-def build_matrix(
-    experiment: Experiment, records: Iterable[Record], compose_cell: ComposeCell, unreadable: Iterable[Unreadable] = ()
-) -> Matrix:
+def build_matrix(experiment: Experiment, records: Iterable[Record], compose_cell: ComposeCell, unreadable: Iterable[Unreadable] = ()) -> Matrix:
     """Set the experiment against the records. Raises LabError for overrides that are no cell, BooksError if the books do not close."""
     by_hash: dict[str, list[Record]] = defaultdict(list)
     distinct = {(r.cell_hash, r.attempt, r.started_at, r.resume_key): r for r in records}

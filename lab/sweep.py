@@ -16,6 +16,7 @@ from lab.preflight import Inspect, inspect_artifacts
 from lab.project import Project, forget_stdout, say
 from lab.record import Status
 from lab.runner import CellRun, Runner, StoppedError
+from lab.selection import names_experiment, plan_experiment
 from lab.signals import StopSignals
 
 OK, GAP, INTERRUPTED = 0, 3, 130
@@ -34,7 +35,10 @@ def run_cells(
 
     `runner` and `inspect` stand in for the real ones in tests. Raises LabError before anything has run.
     """
-    wanted = plan(project, overrides, multirun)
+    if names_experiment(overrides):
+        multirun, wanted = True, plan_experiment(project, overrides)
+    else:
+        wanted = plan(project, overrides, multirun)
     artifacts = inspect_artifacts(project, wanted.cells, inspect)
     runner = runner or Runner(project)
     done: list[CellRun] = []

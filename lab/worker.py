@@ -194,7 +194,7 @@ def main() -> int:
     with open(args.events_fd, "w", encoding="utf-8") as events:
         try:
             Attempt(Cell.model_validate(job["cell"]), Path(job["root"]), Path(job["cache_dir"]), events).run()
-        except Exception:  # noqa: BLE001 - the traceback belongs in the log; the parent records the crash from the exit code
+        except Exception:
             traceback.print_exc()
             return 1
     return 0

@@ -37,9 +37,7 @@ def rdb_chunk(strings: list[tuple[int, bytes | None]], kind: int = 16, version: 
 
 
 def test_rdb_reads_every_chunk_and_encoding() -> None:
-    blob = rdb_chunk([(0x40009, b"EMMA"), (0x40009, b""), (0x8009, "café".encode())]) + rdb_chunk(
-        [(0x4009, "é".encode("latin-1")), (0x9, None)], version=2
-    )
+    blob = rdb_chunk([(0x40009, b"EMMA"), (0x40009, b""), (0x8009, "café".encode())]) + rdb_chunk([(0x4009, "é".encode("latin-1")), (0x9, None)], version=2)
     assert extract.read_rdb(blob) == [["EMMA", "", "café"], ["é", ""]]
 
 

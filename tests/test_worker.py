@@ -19,6 +19,7 @@ from lab.codecs import create
 from lab.counters import Counters
 from lab.engines.path_binder import PathBinder
 from lab.evidence import check
+from lab.measure import throughput
 from lab.metrics import METRICS
 from lab.models.qwen4_exp.config import from_file
 from lab.models.qwen4_exp.model import Qwen4Exp
@@ -60,17 +61,20 @@ def a_cell(codecs: dict[str, str], **changes: object) -> Cell:
         "model": ModelSpec(name="tiny", arch="qwen4_exp", artifact="tiny", corpus="text.txt", trained_depths=(2,)),
         "path": PathSpec(name="p", title="", components={c: ComponentPlan(codec=k) for c, k in codecs.items()}, evidence=rules, reference=codecs is SOURCE),
         "layers": 3,
-        "device": DeviceSpec(name="cpu", torch_device="cpu", compute_dtype="float32"),
+        "device": DeviceSpec(name="cpu", torch_device="cpu", compute_dtype="float32", threads=1),
         "bench": BenchSpec(name="b", ppl_context=64, ppl_stride=32, ppl_windows=6, warmup=1, repeats=5, timeout_s=300),
     }
     return Cell.model_validate({**fields, **changes})
 
 
-def attempt(cell: Cell, root: Path, cache: Path) -> WorkerResult:
+def attempt(cell: Cell, root: Path, cache: Path, decode: int = 8) -> WorkerResult:
+    """One attempt in this process. Where speed is not the subject, fewer steps than the metric's name says are decoded."""
     events = io.StringIO()
-    Attempt(cell, root, cache, events).run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throughput, "DECODE", decode)
+        Attempt(cell, root, cache, events).run()
     lines = [json.loads(line) for line in events.getvalue().splitlines()]
-    assert lines[-1]["event"] == "result" and {"phase", "metric", "result"} == {line["event"] for line in lines}
+    assert lines[-1]["event"] == "result" and {line["event"] for line in lines} <= {"phase", "metric", "result"}
     return WorkerResult.model_validate(lines[-1]["result"])
 
 
@@ -81,7 +85,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def q2(root: Path, cache: Path) -> WorkerResult:
-    return attempt(a_cell(Q2), root, cache)
+    return attempt(a_cell(Q2), root, cache, decode=128)
 
 
 def test_every_metric_is_measured_and_admitted(q2: WorkerResult) -> None:
@@ -101,7 +105,7 @@ def test_details_say_how_it_was_measured(q2: WorkerResult) -> None:
         found = q2.metrics[name]
         assert len(found.samples) == 5 and found.min == min(found.samples) and found.max == max(found.samples)
         assert found.details["realised_tokens"] == found.details["requested_tokens"] == tokens
-        assert found.roofline_pct is not None and 0 < found.roofline_pct
+        assert found.roofline_pct is not None and found.roofline_pct > 0
 
 
 def test_resident_bytes_are_the_codecs_own(q2: WorkerResult) -> None:
@@ -132,9 +136,7 @@ def test_reference_diverges_from_itself_by_the_noise_floor_only(root: Path, cach
 def _through_the_reference(self: PackedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """What a silent fallback does: the experts computed from decoded source-precision copies."""
     plain = create("bf16")
-    copies = [
-        Packed(plain, plain.encode(s.codec.decode(s.parts, s.shape[-1])), s.shape, s.key[0], "experts", s.counters) for s in (self.gate_up, self.down)
-    ]
+    copies = [Packed(plain, plain.encode(s.codec.decode(s.parts, s.shape[-1])), s.shape, s.key[0], "experts", s.counters) for s in (self.gate_up, self.down)]
     return _ORIGINAL(PackedExperts(*copies), x, ids, weights)
 
 
@@ -208,7 +210,9 @@ def test_out_of_memory_is_its_own_status(root: Path, cache: Path, monkeypatch: p
 
 
 def test_a_failed_reference_leaves_divergence_a_gap(root: Path, tmp_path: Path) -> None:
+    """A cache that cannot be written (here: a file in its place) costs the divergence, nothing else."""
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     result = attempt(a_cell(Q2), root, blocked)
-    assert result.status is not Status.OK or result.gaps["kld_mean"][0] is Status.INFRA
+    assert result.status is Status.OK and result.gaps["kld_mean"][0] is Status.INFRA and "reference pass failed" in result.gaps["kld_mean"][1]
+    assert "ppl" in result.metrics and "kld_mean" not in result.metrics and result.metrics["tg128_tok_s"].roofline_pct

@@ -67,7 +67,7 @@ class AuxiliaryLosses:
             self.indexer.append(block_loss(seen.pop(), mass, indexer.config.indexer_block))
             return read
 
-        indexer.split = _detached(split)  # type: ignore[method-assign]
+        indexer.split = _detached(split)  # type: ignore[method-assign, assignment]
         indexer.scores = watched_scores  # type: ignore[method-assign]
         attention.attend = watched_attend
 

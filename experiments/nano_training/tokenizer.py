@@ -23,9 +23,7 @@ VOCAB_SIZE = 2560
 EOS = "<|endoftext|>"
 """The only special token; it gets id 0."""
 
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """Qwen's pre-split: contractions, words with marks and at most one leading character, single digits, punctuation, blanks."""
 
 
@@ -36,11 +34,13 @@ def train(texts: Iterator[str] | Sequence[str], vocab_size: int = VOCAB_SIZE) ->
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-        # The split above is the only one; ByteLevel only maps bytes to printable characters.
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            # The split above is the only one; ByteLevel only maps bytes to printable characters.
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -93,10 +93,7 @@ def cut(text: str, characters: int) -> str:
 
 def encode_documents(path: Path, tokenizer: Tokenizer, characters: int = PIECE_CHARACTERS) -> list[npt.NDArray[np.uint16]]:
     """Ids of each document of a JSON-lines file in order, cut into excerpts, each document ended by a separator as well."""
-    return [
-        np.array(tokenizer.encode(cut(d["text"], characters) + f"\n{EOS}\n", add_special_tokens=False).ids, dtype=np.uint16)
-        for d in read_documents(path)
-    ]
+    return [np.array(tokenizer.encode(cut(d["text"], characters) + f"\n{EOS}\n", add_special_tokens=False).ids, dtype=np.uint16) for d in read_documents(path)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

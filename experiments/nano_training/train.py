@@ -59,16 +59,15 @@ def heldout_loss(model: Qwen4Exp, data: Tensor, windows: int, batch: int) -> dic
     rows = data[starts[:, None] + torch.arange(CONTEXT + 1, device=data.device)].long()
     losses = {}
     for depth in TRAINED_DEPTHS:
-        parts = [
-            cross_entropy(model.head(model.hidden(r[:, :-1], depth=depth)).flatten(0, 1), r[:, 1:].flatten()) for r in rows.split(batch)
-        ]
+        parts = [cross_entropy(model.head(model.hidden(r[:, :-1], depth=depth)).flatten(0, 1), r[:, 1:].flatten()) for r in rows.split(batch)]
         losses[depth] = float(torch.stack(parts).mean())
     return losses
 
 
 def optimiser(binder: ParameterBinder) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only (not on norms, decays, taps, embedding or n-gram rows)."""
-    decayed, plain = [], []
+    decayed: list[torch.nn.Parameter] = []
+    plain: list[torch.nn.Parameter] = []
     for name, parameter in binder.parameters.items():
         matrix = parameter.ndim >= 2 and "conv1d" not in name and "embed" not in name
         (decayed if matrix else plain).append(parameter)
@@ -82,7 +81,10 @@ def train(args: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = {k: torch.from_numpy(np.load(args.corpus / f"{k}.u16.npy").astype(np.int32)).to(device) for k in ("train", "heldout")}
     tokenizer = Tokenizer.from_file(str(args.out / "tokenizer.json"))
-    config = from_dict(config_json(tokenizer.get_vocab_size(), tokenizer.token_to_id("<|endoftext|>")))
+    eos = tokenizer.token_to_id("<|endoftext|>")
+    if eos is None:
+        raise SystemExit(f"{args.out / 'tokenizer.json'} has no <|endoftext|>; run experiments.nano_training.tokenizer first")
+    config = from_dict(config_json(tokenizer.get_vocab_size(), eos))
     binder = ParameterBinder(device, args.seed)
     binder.dropout = args.dropout
     model = Qwen4Exp(config, binder)

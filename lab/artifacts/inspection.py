@@ -100,5 +100,3 @@ def corpus_facts(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise LabError(f"{path}: no such file (model.corpus)")
     return {"name": path.name, "sha256": _sha256(path), "bytes": path.stat().st_size}
-
-

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,10 +38,13 @@ def machine_bounds(device: torch.device, dtype: torch.dtype, cache: Path) -> dic
         "flops_s": _matmul_rate(device, dtype),
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    cache.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.part")
-    partial.write_text(json.dumps(bounds, indent=1))
-    partial.replace(path)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.part")
+        partial.write_text(json.dumps(bounds, indent=1))
+        partial.replace(path)
+    except OSError as error:  # a full or read-only disk costs the next run ten seconds, not this one its numbers
+        print(f"machine bounds were not kept in {cache}: {error}", file=sys.stderr)
     return bounds
 
 

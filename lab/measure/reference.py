@@ -55,7 +55,7 @@ def load_reference(cell: Cell, root: Path, cache: Path, artifact_sha256: str, co
     path = cache / "reference" / f"{reference_key(cell, artifact_sha256, corpus)}.safetensors"
     if not path.is_file():
         job = json.dumps({"cell": cell.model_dump(mode="json"), "root": str(root), "out": str(path)})
-        done = subprocess.run([sys.executable, "-m", "lab.measure.reference"], input=job, text=True, stdout=sys.stderr, stderr=subprocess.PIPE)
+        done = subprocess.run([sys.executable, "-m", "lab.measure.reference"], input=job, text=True, stdout=sys.stderr, stderr=subprocess.PIPE, check=False)
         sys.stderr.write(done.stderr)
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -36,9 +36,7 @@ def build_report(matrix: Matrix, folder: Path) -> list[Path]:
 
 def render(matrix: Matrix, judged: list[verdicts.Verdict], chart_files: list[str]) -> str:
     """The report as Markdown."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters.update(md=escape, code=code)
     text = environment.get_template("report.md.j2").render(_context(matrix, judged, chart_files))
     return re.sub(r"\n{3,}", "\n\n", text)

@@ -34,9 +34,7 @@ def test_every_known_codec_is_tested() -> None:
     heavy=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_round_trip(
-    name: str, options: dict, lead: list[int], rows: int, units: int, odd: int, exponent: float, heavy: bool, seed: int
-) -> None:
+def test_round_trip(name: str, options: dict, lead: list[int], rows: int, units: int, odd: int, exponent: float, heavy: bool, seed: int) -> None:
     codec = create(name, options)
     cols = units * 64 if codec.col_multiple > 1 else units * 64 - odd
     if codec.col_multiple == 4:
@@ -105,9 +103,7 @@ def test_pieces_encode_as_the_whole(name: str, options: dict, monkeypatch: pytes
 def test_accepts_bf16_and_strided_input(name: str, options: dict) -> None:
     codec = create(name, options)
     wide = gaussian(64, 128).to(torch.bfloat16)
-    assert torch.equal(
-        codec.decode(codec.encode(wide.t()[:, :64]), 64), codec.decode(codec.encode(wide.t()[:, :64].float().contiguous()), 64)
-    )
+    assert torch.equal(codec.decode(codec.encode(wide.t()[:, :64]), 64), codec.decode(codec.encode(wide.t()[:, :64].float().contiguous()), 64))
 
 
 @variants

@@ -25,8 +25,7 @@ class ModelState:
     def __init__(self, config: Qwen4ExpConfig, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         self.length, self.capacity = 0, capacity
         self.layers: list[DeltaState | AttentionState] = [
-            AttentionState(config, batch, capacity, device, dtype) if sparse else DeltaState(config, batch, device, dtype)
-            for sparse in config.is_sparse
+            AttentionState(config, batch, capacity, device, dtype) if sparse else DeltaState(config, batch, device, dtype) for sparse in config.is_sparse
         ]
         self.ple = None if config.ple_layer is None else PleState(config, batch, device, dtype)
 

@@ -115,8 +115,7 @@ class NGramInjection:
         embedded = self.table(rows).flatten(-2)
         split = (c.hc_count, c.hidden_size)
         key, query = (
-            grouped_rms_norm(t, w, c.hc_count, c.rms_norm_eps).unflatten(-1, split)
-            for t, w in ((self.key(embedded), self.norms[0]), (streams, self.norms[1]))
+            grouped_rms_norm(t, w, c.hc_count, c.rms_norm_eps).unflatten(-1, split) for t, w in ((self.key(embedded), self.norms[0]), (streams, self.norms[1]))
         )
         match = (key * query).sum(-1, keepdim=True) / math.sqrt(c.hidden_size)
         gate = torch.sigmoid(match.abs().clamp_min(1e-6).sqrt() * match.sign())

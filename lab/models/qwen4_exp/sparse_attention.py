@@ -51,9 +51,7 @@ class Indexer:
 
     def __init__(self, config: Qwen4ExpConfig, bind: Binder, prefix: str) -> None:
         self.config = config
-        self.project = bind.linear(
-            f"{prefix}.index_qk_proj.weight", (config.indexer_heads + 1) * config.indexer_head_dim, config.hidden_size, "small"
-        )
+        self.project = bind.linear(f"{prefix}.index_qk_proj.weight", (config.indexer_heads + 1) * config.indexer_head_dim, config.hidden_size, "small")
         self.q_norm = bind.vector(f"{prefix}.q_layernorm.weight", (config.indexer_head_dim,))
         self.k_norm = bind.vector(f"{prefix}.k_layernorm.weight", (config.indexer_head_dim,))
 
