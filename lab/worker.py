@@ -138,7 +138,11 @@ class Attempt:
     def _time(self, engine: LocalEngine, corpus: Corpus) -> None:
         bench = self.cell.bench
         self.phase("machine", "bandwidth and arithmetic bounds")
-        bounds = machine_bounds(engine.device, engine.dtype, self.cache)
+        try:
+            bounds = machine_bounds(engine.device, engine.dtype, self.cache)
+        except LabError as error:
+            self.gap(SPEED, Status.INFRA, _one_line(error))
+            return
         self.result.evidence["machine_bounds"] = bounds
         self.phase("prefill", f"{bench.warmup} + {bench.repeats} runs of 512 tokens")
         self.keep(pp512_tok_s=prefill_rate(engine, corpus, bench.warmup, bench.repeats, bounds))

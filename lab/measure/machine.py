@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,11 +18,15 @@ from typing import Any
 
 import torch
 
+from lab.errors import LabError
+
 _VERSION = 1
 
 
 def machine_bounds(device: torch.device, dtype: torch.dtype, cache: Path) -> dict[str, Any]:
-    """{read_bytes_s, flops_s, device, threads, dtype, measured_at}; from `cache` when this device, thread count and torch were measured before."""
+    """{read_bytes_s, flops_s, device, threads, dtype, measured_at}; from `cache` when this device, thread count and torch were measured before.
+
+    Measured in a process of its own: its large arrays would otherwise be the peak memory of the path. Raises LabError when that process fails."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     identity = {"device": name, "threads": torch.get_num_threads(), "dtype": str(dtype), "torch": torch.__version__, "version": _VERSION}
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
@@ -32,12 +37,11 @@ def machine_bounds(device: torch.device, dtype: torch.dtype, cache: Path) -> dic
             return kept
         except json.JSONDecodeError:
             path.unlink()  # a torn cache is measured again
-    bounds = {
-        **identity,
-        "read_bytes_s": _read_bandwidth(device),
-        "flops_s": _matmul_rate(device, dtype),
-        "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
+    command = [sys.executable, "-m", "lab.measure.machine", str(device), str(dtype).removeprefix("torch."), str(torch.get_num_threads())]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise LabError(f"measuring this machine's bandwidth failed with exit code {done.returncode}; the attempt's log says why")
+    bounds: dict[str, Any] = {**identity, **json.loads(done.stdout), "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     try:
         cache.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.part")
@@ -83,3 +87,15 @@ def _cpu_name() -> str:
     except OSError:
         return "cpu"
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
+
+
+def main() -> int:
+    """`python -m lab.measure.machine DEVICE DTYPE THREADS`: prints {read_bytes_s, flops_s} as JSON."""
+    device, dtype, threads = torch.device(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(threads)
+    print(json.dumps({"read_bytes_s": _read_bandwidth(device), "flops_s": _matmul_rate(device, dtype)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
