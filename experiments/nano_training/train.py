@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=Path(".cache/nano_corpus"), help="folder with train.u16.npy and heldout.u16.npy")
     parser.add_argument("--out", type=Path, default=Path("experiments/nano"), help="where tokenizer.json is and the released files go")
     parser.add_argument("--work", type=Path, default=Path(".cache/nano_corpus"), help="where the resumable state goes")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--batch", type=int, default=64, help="sequences per step")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--dropout", type=float, default=0.1)

@@ -1,0 +1,58 @@
+# make run   sets up and measures one path on nano          make test  sets up and runs linters, type checker and tests
+# make ui    opens the MLflow page of the results           make nano  trains the shipped model again (a GPU helps)
+# Settings: PYTHON=python3.12, TORCH_INDEX=URL of a torch wheel index (see README, "Install"), CONSTRAINTS= to leave the pins.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+TORCH_INDEX ?=
+ARGS ?= path=expert_q2 layers=3
+
+BIN := $(VENV)/bin
+PINS := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PINS)
+
+.PHONY: run test lint matrix report ui nano clean
+
+run: $(VENV)/.ready-run
+	$(BIN)/python -m lab run $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check lab experiments tests
+	$(BIN)/ruff format --check lab experiments tests
+	$(BIN)/mypy
+
+matrix report: $(VENV)/.ready-run
+	$(BIN)/python -m lab $@ experiment=nano
+
+ui: $(VENV)/.ready-run
+	@echo "open http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
+	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server \
+	  --backend-store-uri sqlite:///mlflow.db --default-artifact-root mlartifacts --host 127.0.0.1 --port 5000 --workers 1
+
+nano: $(VENV)/.ready-run
+	$(BIN)/python -m experiments.nano_training.corpus --out .cache/nano_corpus --ship experiments/nano
+	$(BIN)/python -m experiments.nano_training.tokenizer --corpus .cache/nano_corpus --out experiments/nano
+	$(BIN)/python -m experiments.nano_training.ngram_baseline --corpus .cache/nano_corpus
+	$(BIN)/python -m experiments.nano_training.train --resume
+	$(BIN)/python -m experiments.nano_training.evaluate
+	$(BIN)/python -m experiments.nano_training.card
+
+# torch first and by itself: it alone may come from another index.
+$(VENV)/.ready-run: pyproject.toml $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "the lab needs Python 3.11 or newer; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (a few minutes, once)"
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready-run
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
