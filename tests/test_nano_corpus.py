@@ -163,11 +163,20 @@ def test_encode_documents_and_sample(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     rows = [{"lang": "en", "text": "one line\n" * 640}, {"lang": "zh", "text": "春眠\n"}]
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    ids = nano_tokenizer.encode_documents(path, TOKENIZER)
-    assert ids.dtype == np.uint16 and np.count_nonzero(ids == 0) == 2 and ids[-1] == 0
-    assert TOKENIZER.decode(ids.tolist()) == "one line\n" * 640 + "春眠\n"
+    first, second = nano_tokenizer.encode_documents(path, TOKENIZER, characters=2000)
+    assert first.dtype == np.uint16 and np.count_nonzero(first == 0) == 3 and np.count_nonzero(second == 0) == 1
+    text = TOKENIZER.decode(first.tolist(), skip_special_tokens=False)
+    assert text.replace(f"{nano_tokenizer.EOS}\n", "") == "one line\n" * 640 + "\n"
+    assert TOKENIZER.decode(second.tolist()) == "春眠\n\n\n"
     english, chinese = list(nano_tokenizer.balanced_sample(path, budget=9 * 64)), "春眠\n"
     assert english == ["one line\n" * 64, chinese]
+
+
+@given(st.text(alphabet="ab\n", max_size=200), st.integers(1, 50))
+def test_cutting_loses_nothing_and_cuts_at_line_ends(text: str, characters: int) -> None:
+    pieces = nano_tokenizer.cut(text, characters).split(f"\n{nano_tokenizer.EOS}\n")
+    assert "\n".join(pieces) == text
+    assert all(len(piece) >= characters for piece in pieces[:-1])
 
 
 def test_tokenizer_training_needs_enough_text() -> None:
