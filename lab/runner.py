@@ -28,7 +28,7 @@ from lab.locks import hold
 from lab.preflight import check_cell
 from lab.project import Project, say
 from lab.reconcile import reconcile
-from lab.record import Gap, Record, Status
+from lab.record import Gap, Record, Status, WorkerResult
 from lab.signals import StopSignals
 from lab.store import LOG, Attempt, Store, Stored, write_fallback
 from lab.tracking import Mirrored, Tracker
@@ -104,7 +104,7 @@ class Runner:
             try:
                 check_cell(self.project, cell)
                 outcome = self._child(cell, attempt, stop)
-                decision = self._judge(cell, outcome)
+                decision = self._judge(cell, outcome, skeleton)
                 record = self._record(skeleton, attempt.number, decision, outcome)
             except OSError as error:
                 record = self._record(skeleton, attempt.number, refuse(Status.INFRA, f"the worker could not be started: {_reason(error)}"))
@@ -124,8 +124,8 @@ class Runner:
         log, timeout_s = attempt.folder / LOG, cell.bench.timeout_s
         return run_child(self.worker_argv, job, cwd=self.project.root, log=log, timeout_s=timeout_s, stop=stop, on_phase=_progress)
 
-    def _judge(self, cell: Cell, outcome: Outcome) -> Decision:
-        problem = _ending(cell, outcome)
+    def _judge(self, cell: Cell, outcome: Outcome, skeleton: dict[str, Any]) -> Decision:
+        problem = _ending(cell, outcome) or _moved(skeleton, outcome.result)
         if problem:
             return refuse(*problem, outcome.result.metrics if outcome.result else outcome.metrics)
         assert outcome.result is not None
@@ -216,6 +216,18 @@ def _ending(cell: Cell, outcome: Outcome) -> tuple[Status, str] | None:
         return Status.CRASHED, f"{outcome.problem}{code} in phase {_phase(outcome)}{last}"
     if outcome.exit_code and outcome.result.status is Status.OK:
         return Status.CRASHED, f"the worker reported OK and then ended with exit code {outcome.exit_code}{last}"
+    return None
+
+
+def _moved(skeleton: dict[str, Any], result: WorkerResult | None) -> tuple[Status, str] | None:
+    """Whether the worker ran other code or other files than the record names: both are read again by the child, minutes later."""
+    if result is None:
+        return None
+    ran, files = result.environment.get("code_sha256"), result.artifact.get("sha256")
+    if ran is not None and ran != skeleton["provenance"]["code_sha256"]:
+        return Status.INFRA, "the code under lab/ changed between start and measurement; run it again"
+    if files is not None and files != skeleton["artifact"].get("sha256"):
+        return Status.INFRA, f"{skeleton['cell']['model']['artifact']}: the files changed between check and measurement; run it again"
     return None
 
 

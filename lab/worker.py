@@ -30,6 +30,7 @@ from lab.measure.text import Corpus, load_corpus
 from lab.measure.throughput import LANES, decode_rate, prefill_rate
 from lab.metrics import METRICS
 from lab.models import inventory
+from lab.provenance import code_sha256
 from lab.record import Measurement, Status, WorkerResult
 
 QUALITY = ("ppl", "bits_per_byte", "kld_mean", "kld_p99", "top1_agreement")
@@ -82,6 +83,7 @@ class Attempt:
         reference = self._reference(corpus)
         self.phase("load", f"{cell.path.name}, {cell.layers} layers")
         engine = LocalEngine(cell, self.root)
+        self.result.environment["threads"] = torch.get_num_threads()
         self._keep_load(engine)
         try:
             self._score(engine, corpus, reference)
@@ -169,7 +171,7 @@ class Attempt:
 
 def environment(cell: Cell) -> dict[str, Any]:
     """What only the child knows about its surroundings: torch build, threads, GPU and driver."""
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "code_sha256": code_sha256()}
     if _gpu(cell):
         properties = torch.cuda.get_device_properties(cell.device.torch_device)
         found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda, "hip": torch.version.hip}

@@ -72,6 +72,10 @@ def main() -> None:
         events.write("this is not JSON\n")
         return
     result = good_result()
+    if mode == "other-code":
+        result["environment"]["code_sha256"] = "0" * 64
+    if mode == "other-files":
+        result["artifact"]["sha256"] = "f" * 64
     if mode == "nan":
         result["metrics"]["ppl"]["value"] = float("nan")
     if mode == "oom":

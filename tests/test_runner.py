@@ -80,6 +80,8 @@ def test_a_good_run_is_ok_and_says_where_it_comes_from(project: Project, monkeyp
         ("garbage", Status.CRASHED, "unreadable event"),
         ("nan", Status.CRASHED, "invalid event: metrics.ppl.value"),
         ("oom", Status.OOM, "needs 9 GB"),
+        ("other-code", Status.INFRA, "the code under lab/ changed"),
+        ("other-files", Status.INFRA, "the files changed between check and measurement"),
         ("not-executed", Status.PATH_NOT_EXECUTED, "experts ran bf16, not q2_g32"),
     ],
 )

@@ -116,7 +116,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise LabError(f"{index}: not a safetensors index ({error})") from None
         files = [folder / name for name in names]
     else:

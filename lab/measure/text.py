@@ -30,7 +30,7 @@ class Corpus:
         never at a window's first position. At most `count` windows, fewer when the text ends. Raises LabError when not even one fits."""
         if stride > context - 1:
             raise LabError(f"bench.ppl_stride={stride} must be below bench.ppl_context={context}, or tokens between windows are never scored")
-        starts = torch.arange(0, len(self.ids) - context + 1, stride)[:count]
+        starts = torch.arange(0, max(0, len(self.ids) - context + 1), stride)[:count]
         if len(starts) == 0:
             raise LabError(f"{self.facts['name']}: {len(self.ids)} tokens are fewer than one window of bench.ppl_context={context}")
         scored = torch.zeros(len(starts), context, dtype=torch.bool)

@@ -68,7 +68,11 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("layer types", lambda f: _config(f, layer_types=["linear_attention", "mamba", "linear_attention"]), "unknown: ['mamba']"),
     ("heads", lambda f: _config(f, num_key_value_heads=3), "num_attention_heads must be a multiple"),
     ("other size", lambda f: _config(f, shared_expert_intermediate_size=64), "has shape [48, 64], config.json asks for [64, 64]"),
-    ("more layers", lambda f: _config(f, num_hidden_layers=4, layer_types=None), "tensor layers.3.attn_hyper_connection.hc_norm.weight is missing"),
+    (
+        "more layers",
+        lambda f: _config(f, num_hidden_layers=4, layer_types=None),
+        "tensor layers.3.attn_hyper_connection.input_mix_weight_down.weight is missing",
+    ),
     ("tensor missing", lambda f: _tensors(f, lambda t: t.pop(f"{P}layers.2.linear_attn.A_log")), "layers.2.linear_attn.A_log is missing"),
     ("shard missing", lambda f: _tensors(f, lambda t: t.pop(f"{TABLE}2.weight")), "are not 0..n-1"),
     ("short table", lambda f: _tensors(f, lambda t: t.update({f"{TABLE}3.weight": t[f"{TABLE}3.weight"][:-1].clone()})), "rows in 4 parts, expected"),
@@ -76,8 +80,12 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("no tokenizer", lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
     ("broken tokenizer", lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json: not a tokenizer"),
     ("tokenizer too large", lambda f: write_tokenizer(f, 98), "token id 97 does not fit the model's vocabulary of 97 rows"),
-    ("eos unknown", lambda f: (write_tokenizer(f, 5), None), "eos_token_id 5 is no token of this tokenizer"),
-    ("index names a missing shard", lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}'), "x.safetensors: no such file"),
+    ("eos unknown", lambda f: (write_tokenizer(f, 4), None), "eos_token_id 5 is no token of this tokenizer"),
+    (
+        "index names a missing shard",
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}'),
+        "x.safetensors: no such file",
+    ),
     ("index is no index", lambda f: (f / "model.safetensors.index.json").write_text("[1]"), "not a safetensors index"),
 ]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.errors import LabError
+from lab.models.fields import Fields
 
 LINEAR = "linear_attention"
 SPARSE_ALIASES = ("full_attention", "indexed_attention", "qwen_sparse_attention")
@@ -103,83 +104,79 @@ def from_file(path: Path) -> Qwen4ExpConfig:
 
 def from_dict(data: dict[str, Any], where: str = "config") -> Qwen4ExpConfig:
     """Sizes from a parsed `config.json` (text model alone, or with a `text_config`). Raises LabError naming the field."""
+    if not isinstance(data, dict) or not isinstance(data.get("text_config", {}), dict):
+        raise LabError(f"{where}: expected an object of fields")
     if data.get("model_type") not in MODEL_TYPES:
         raise LabError(f"{where}: model_type {data.get('model_type')!r} is not one of {', '.join(MODEL_TYPES)}")
-    text = {**{k: v for k, v in data.items() if k in ("eos_token_id", "tie_word_embeddings")}, **data.get("text_config", data)}
-
-    def need(key: str) -> Any:
-        if text.get(key) is None:
-            raise LabError(f"{where}: field {key} is missing")
-        return text[key]
-
-    layers = int(need("num_hidden_layers"))
+    inherited = {k: v for k, v in data.items() if k in ("eos_token_id", "tie_word_embeddings")}
+    text = {**inherited, **data.get("text_config", data)}
+    if isinstance(text.get("eos_token_id"), list):  # the first of several stands for all, as in the source
+        text["eos_token_id"] = next(iter(text["eos_token_id"]), None)
+    fields = Fields(text, where)
+    whole = fields.whole
+    layers = whole("num_hidden_layers")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if (rope_type := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise LabError(f"{where}: rope_type {rope_type!r} is not supported; only 'default'")
+    if not isinstance(rope, dict) or (rope_type := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise fields.refuse(f"rope_type {rope_type if isinstance(rope, dict) else rope!r} is not supported; only 'default'")
     if text.get("attention_bias"):
-        raise LabError(f"{where}: attention_bias true is not supported")
-    if (activation := text.get("hidden_act", "silu")) != "silu":
-        raise LabError(f"{where}: hidden_act {activation!r} is not supported; only 'silu'")
-    gate = text.get("output_gate_type") or activation
-    if gate not in ("sigmoid", "silu"):
-        raise LabError(f"{where}: output_gate_type {gate!r} is not one of sigmoid, silu")
-    head_dim = int(need("head_dim"))
-    ple_ids = list(text.get("ple_layer_ids") or [])
-    if len(ple_ids) > 1:
-        raise LabError(f"{where}: ple_layer_ids {ple_ids}: more than one PLE layer is not supported")
-    eos = need("eos_token_id")
+        raise fields.refuse("attention_bias true is not supported")
+    activation = fields.one_of("hidden_act", "silu", ("silu",))
+    head_dim = whole("head_dim")
+    ple_ids = text.get("ple_layer_ids") or []
+    if not isinstance(ple_ids, list) or len(ple_ids) > 1 or not all(isinstance(i, int) for i in ple_ids):
+        raise fields.refuse(f"ple_layer_ids {ple_ids}: expected a list of one layer number; more than one PLE layer is not supported")
     config = Qwen4ExpConfig(
-        vocab_size=int(need("vocab_size")),
-        hidden_size=int(need("hidden_size")),
+        vocab_size=whole("vocab_size"),
+        hidden_size=whole("hidden_size"),
         num_layers=layers,
-        is_sparse=_sparse_layers(text, layers, where),
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        is_sparse=_sparse_layers(fields, layers),
+        rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
-        num_heads=int(need("num_attention_heads")),
-        num_kv_heads=int(need("num_key_value_heads")),
+        num_heads=whole("num_attention_heads"),
+        num_kv_heads=whole("num_key_value_heads"),
         head_dim=head_dim,
-        rotary_dim=int(head_dim * float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)))),
-        rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 1e7))),
-        linear_num_key_heads=int(need("linear_num_key_heads")),
-        linear_num_value_heads=int(need("linear_num_value_heads")),
-        linear_key_head_dim=int(need("linear_key_head_dim")),
-        linear_value_head_dim=int(need("linear_value_head_dim")),
-        linear_conv_kernel=int(need("linear_conv_kernel_dim")),
-        linear_gate=gate,
-        num_experts=int(need("num_experts")),
-        experts_per_token=int(need("num_experts_per_tok")),
-        expert_width=int(need("moe_intermediate_size")),
-        shared_width=int(need("shared_expert_intermediate_size")),
+        rotary_dim=int(head_dim * fields.positive("partial_rotary_factor", 1.0, rope)),
+        rope_theta=fields.positive("rope_theta", 1e7, rope),
+        linear_num_key_heads=whole("linear_num_key_heads"),
+        linear_num_value_heads=whole("linear_num_value_heads"),
+        linear_key_head_dim=whole("linear_key_head_dim"),
+        linear_value_head_dim=whole("linear_value_head_dim"),
+        linear_conv_kernel=whole("linear_conv_kernel_dim"),
+        linear_gate=fields.one_of("output_gate_type", activation, ("sigmoid", "silu")),
+        num_experts=whole("num_experts"),
+        experts_per_token=whole("num_experts_per_tok"),
+        expert_width=whole("moe_intermediate_size"),
+        shared_width=whole("shared_expert_intermediate_size"),
         norm_topk_prob=bool(text.get("norm_topk_prob", True)),
-        hc_count=int(need("hc_count")),
-        hc_lowrank=int(need("hc_lowrank")),
-        indexer_heads=int(need("indexer_n_heads")),
-        indexer_head_dim=int(need("indexer_head_dim")),
-        indexer_budget=int(need("indexer_budget")),
-        indexer_block=int(need("indexer_compress_ratio")),
-        ple_layer=int(ple_ids[0]) - 1 if ple_ids else None,
-        ple_embed_dim=int(text.get("ple_embed_dim") or text["hidden_size"]),
-        ple_conv_kernel=int(text.get("ple_conv_kernel_size", 4)),
-        ngram_size=int(text.get("ngram_size", 3)),
-        heads_per_ngram=int(text.get("heads_per_ngram", 8)),
-        ngram_vocab_base=int(text.get("ngram_vocab_size_base", 20_000_000)),
-        ngram_vocab_divisor=int(text.get("make_ngram_vocab_size_divisible_by", 128)),
-        ngram_shards=int(text.get("split_ngram_parts", 512)),
-        ngram_seed=int(text.get("seed", 1234)),
-        eos_token_id=int(eos[0] if isinstance(eos, list) else eos),
+        hc_count=whole("hc_count"),
+        hc_lowrank=whole("hc_lowrank"),
+        indexer_heads=whole("indexer_n_heads"),
+        indexer_head_dim=whole("indexer_head_dim"),
+        indexer_budget=whole("indexer_budget"),
+        indexer_block=whole("indexer_compress_ratio"),
+        ple_layer=ple_ids[0] - 1 if ple_ids else None,
+        ple_embed_dim=whole("ple_embed_dim", whole("hidden_size")),
+        ple_conv_kernel=whole("ple_conv_kernel_size", 4),
+        ngram_size=whole("ngram_size", 3),
+        heads_per_ngram=whole("heads_per_ngram", 8),
+        ngram_vocab_base=whole("ngram_vocab_size_base", 20000000),
+        ngram_vocab_divisor=whole("make_ngram_vocab_size_divisible_by", 128),
+        ngram_shards=whole("split_ngram_parts", 512),
+        ngram_seed=whole("seed", 1234, least=0),
+        eos_token_id=whole("eos_token_id", least=0),
     )
     _check(config, where)
     return config
 
 
-def _sparse_layers(text: dict[str, Any], layers: int, where: str) -> tuple[bool, ...]:
-    types = text.get("layer_types")
+def _sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
+    types = fields.data.get("layer_types")
     if types is None:
-        interval = int(text.get("full_attention_interval", 4))
+        interval = fields.whole("full_attention_interval", 4)
         return tuple((i + 1) % interval == 0 for i in range(layers))
-    unknown = sorted(set(types) - {LINEAR, *SPARSE_ALIASES})
+    unknown = sorted({str(kind) for kind in types} - {LINEAR, *SPARSE_ALIASES}) if isinstance(types, list) else [types]
     if unknown or len(types) < layers:
-        raise LabError(f"{where}: layer_types has {len(types)} entries for {layers} layers, unknown: {unknown or 'none'}")
+        raise fields.refuse(f"layer_types has {len(types)} entries for {layers} layers, unknown: {unknown or 'none'}")
     return tuple(kind != LINEAR for kind in types[:layers])
 
 
