@@ -1,16 +1,15 @@
 # make run   sets up and measures one path on nano          make test  sets up and runs linters, type checker and tests
 # make ui    opens the MLflow page of the results           make nano  trains the shipped model again (a GPU helps)
-# Settings: PYTHON=python3.12, TORCH_INDEX=URL of a torch wheel index (see README, "Install"), CONSTRAINTS= to leave the pins.
+# Settings: PYTHON=python3.12; TORCH_INDEX=URL of a torch wheel index, TORCH=torch to leave its pin (README, "Install on a GPU machine").
 
 PYTHON ?= python3
 VENV ?= .venv
-CONSTRAINTS ?= constraints.txt
+TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?= path=expert_q2 layers=3
 
 BIN := $(VENV)/bin
-PINS := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PINS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: run test lint matrix report ui nano clean
 
@@ -41,17 +40,18 @@ nano: $(VENV)/.ready-run
 	$(BIN)/python -m experiments.nano_training.evaluate
 	$(BIN)/python -m experiments.nano_training.card
 
-# torch first and by itself: it alone may come from another index.
-$(VENV)/.ready-run: pyproject.toml $(CONSTRAINTS)
+# torch first and by itself: it alone may come from another index, in another version than the one pinned.
+$(VENV)/.ready-run: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "the lab needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes, once)"
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(PIP) --editable .
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(PIP) -c $(VENV)/constraints.txt --editable .
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready-run
-	$(PIP) --editable '.[dev]'
+	$(PIP) -c $(VENV)/constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 COMPONENTS = ("experts", "trunk", "ple", "head")
 """Weight groups a path chooses a codec and placement for. Everything else (norms, router, token embedding rows) keeps its source precision."""
@@ -67,6 +67,13 @@ class BenchSpec(_Frozen):
     warmup: int = Field(ge=1)
     repeats: int = Field(ge=5)
     timeout_s: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _windows_overlap(self) -> Self:
+        # The first token of a window has nothing before it and is not scored; a later window must overlap to score it.
+        if self.ppl_stride >= self.ppl_context:
+            raise ValueError(f"bench.ppl_stride={self.ppl_stride} must be below bench.ppl_context={self.ppl_context}")
+        return self
 
 
 class DeviceSpec(_Frozen):

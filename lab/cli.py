@@ -40,7 +40,7 @@ key, as printed by `show`, e.g. path.components.experts.codec=q2_levels or bench
 
   -m, --multirun  sweep over commas, range() and glob(), e.g. path=reference,expert_q2 layers=3,6. All cells are checked before the first
                   runs. A cell whose newest result is OK with the same resume key (configuration, code, artifact, protocols, versions,
-                  machine) is skipped, unless force=true. Without -m a cell is always measured.
+                  machine) is skipped, unless another attempt may fill a gap of it, or force=true. Without -m a cell is always measured.
   experiment=NAME a sweep over the cells that experiments/NAME.yaml expects; path=..., layers=... beside it choose among them
   --json          print the record (for a sweep: the list of records) as one JSON document on standard output, everything else on standard error
 
@@ -98,6 +98,11 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         forget_stdout()
         return OK
+    except OSError as error:
+        # Files around the lab, not the lab: a read-only checkout, a folder that may not be searched. Attempts keep their own errors as records.
+        where = f"{error.filename}: " if error.filename is not None else ""
+        say(f"error: {where}{' '.join(str(error.strerror or error).split())}")
+        return WRONG
 
 
 def run(project: Project, words: Sequence[str]) -> int:

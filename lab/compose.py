@@ -33,6 +33,9 @@ from lab.project import Project, find_project
 ENGINES = ("local",)
 """What can execute a cell."""
 
+ARCHITECTURES = ("qwen4_exp",)
+"""Model architectures of the local engine (`model.arch`). Here and not in `lab.models`, which imports torch."""
+
 _SETTINGS = ("force",)
 """Top-level keys that steer the run and are no part of a cell."""
 
@@ -137,6 +140,9 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             raise LabError(f"{key}: unknown key; python -m lab show prints all keys") from None
+        if first["type"] == "value_error":
+            # Raised by a rule over several keys in `lab.cell`, which names them itself.
+            raise LabError(_one_line(first["ctx"]["error"])) from None
         shown = f"={first['input']}" if isinstance(first["input"], str | int | float) else ""
         raise LabError(f"{key}{shown}: {_one_line(first['msg'])}") from None
     unknown = sorted(cell.path.components.keys() - set(COMPONENTS))
@@ -147,6 +153,8 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
             raise LabError(f"path.evidence: {rule.component} is not among the path's components")
     if cell.engine not in ENGINES:
         raise LabError(f"engine={cell.engine}: no such engine; choose one of: {', '.join(ENGINES)}")
+    if cell.model.arch not in ARCHITECTURES:
+        raise LabError(f"model.arch={cell.model.arch}: no such architecture; choose one of: {', '.join(ARCHITECTURES)}")
     _check_names(project, cell)
     return cell
 

@@ -50,6 +50,10 @@ class Counters:
         tallies = self.tallies.values()
         return Tally(*(sum(getattr(t, f) for t in tallies) for f in ("calls", "rows", "weight_bytes", "flops")))
 
+    def rows(self, component: str) -> int:
+        """Rows of activations that all operations of a component have seen."""
+        return sum(tally.rows for key, tally in self.tallies.items() if key[1] == component)
+
     @contextmanager
     def span(self) -> Iterator[Tally]:
         """Yields a tally that holds, after the block, what ran inside it."""

@@ -14,6 +14,11 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from lab.project import say
+
+ASK_S = 120.0
+"""How long torch may take to find its GPU. A first start from a slow disk takes a minute."""
+
 
 @cache
 def auto_device() -> str:
@@ -21,7 +26,12 @@ def auto_device() -> str:
     if not (_torch_has_gpu_build() and _kernel_shows_gpu()):
         return "cpu"
     ask = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
-    answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, check=False, timeout=120)
+    try:
+        answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, check=False, timeout=ASK_S)
+    except subprocess.TimeoutExpired:
+        # A hung driver; a cell for the CPU can be measured all the same, and device=cuda still tries.
+        say(f"warning: torch did not say within {ASK_S:g} s whether it can use the GPU; device=auto is cpu")
+        return "cpu"
     return "cuda" if answer.returncode == 0 else "cpu"
 
 

@@ -23,8 +23,3 @@ class GapError(Exception):
         super().__init__(reason)
         self.status = status
         self.reason = reason
-
-
-def missing_extra(package: str, extra: str) -> LabError:
-    """The error for an optional dependency that is not installed: names the extra that brings it."""
-    return LabError(f"{package} is not installed; it comes with the extra [{extra}]: pip install -e '.[{extra}]'")

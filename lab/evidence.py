@@ -1,8 +1,9 @@
 """Whether the claimed path ran: a path's `evidence:` rules against what the engine counted.
 
-Every rule names a component and the operation that must have computed it. In every layer that has the component, that operation and no other must
-have run, on the device the placement names; routed experts must have seen exactly the tokens that entered the model; and the stated share of the
-component's bytes must be resident there. A cell whose counters disagree has not measured its path, whatever its numbers.
+Every rule names a component and the operation that must have computed it (`source`: whatever precision the file holds). In every layer that has the
+component, that operation and no other must have run, on the device the placement names, and on exactly the rows that the tokens forwarded need; and
+the stated share of the component's weights, counted from the model's sizes, must be resident there. A cell whose counters disagree has not
+measured its path, whatever its numbers.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from lab.record import Status
 
 Finding = tuple[Status, str]
 
+_REQUIRED = ("ops", "resident", "component_layers", "layers", "source_codecs", "weights", "rows_per_token", "tokens_forwarded")
+_ALWAYS = ("experts", "trunk", "head")
+"""Components no model is without; the n-gram table can be absent at a small depth."""
+
 
 def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
     """Findings against the cell's path, worst first; empty when the evidence holds. `evidence` is the worker's (see `lab.worker`)."""
-    required = ("ops", "resident", "component_layers", "layers")
-    if missing := [key for key in required if key not in evidence]:
+    if missing := [key for key in _REQUIRED if key not in evidence]:
         return [(Status.PATH_NOT_EXECUTED, f"the worker reported no {', '.join(missing)}: nothing shows that the path ran")]
     if evidence["layers"] != cell.layers:
         return [(Status.PATH_NOT_EXECUTED, f"{evidence['layers']} layers ran, {cell.layers} were asked for")]
@@ -30,36 +34,49 @@ def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
 
 def _check_rule(cell: Cell, rule: EvidenceRule, evidence: dict[str, Any]) -> list[Finding]:
     layers = evidence["component_layers"].get(rule.component, [])
-    ops = [op for op in evidence["ops"] if op["component"] == rule.component and op["calls"] > 0]
+    if not layers:
+        absent = (Status.PATH_NOT_EXECUTED, f"{rule.component}: the model that ran has no such component")
+        return [absent] if rule.component in _ALWAYS else []
+    allowed = set(evidence["source_codecs"].get(rule.component, [])) if rule.op == "source" else {rule.op}
+    device = _device(cell, rule.component)
     findings = []
     for layer in layers:
-        here = [op for op in ops if op["layer"] == layer]
+        here = [op for op in evidence["ops"] if (op["component"], op["layer"]) == (rule.component, layer) and op["calls"] > 0]
         where = rule.component if layer is None else f"layer {layer} {rule.component}"
-        others = sorted({op["op"] for op in here} - {rule.op})
-        if others:
-            findings.append((Status.PATH_NOT_EXECUTED, f"{where}: {', '.join(others)} ran where only {rule.op} may"))
-        elif not here:
-            findings.append((Status.PATH_NOT_EXECUTED, f"{where}: no {rule.op} operation was counted"))
-        elif wrong := sorted({op["device"] for op in here} - {_device(cell, rule.component)}):
-            findings.append((Status.PATH_NOT_EXECUTED, f"{where}: ran on {', '.join(wrong)} instead of {_device(cell, rule.component)}"))
-        elif rule.component == "experts" and (problem := _lost_tokens(here, evidence)):
+        if problem := _problem(here, allowed, device, _expected_rows(evidence, layer, rule.component), " or ".join(sorted(allowed)) or rule.op):
             findings.append((Status.PATH_NOT_EXECUTED, f"{where}: {problem}"))
-    if layers and (share := _resident_share(cell, rule, evidence)) < rule.residency:
-        findings.append((Status.DEGRADED, f"{rule.component}: {share:.1%} of its bytes are resident as {rule.op}, {rule.residency:.1%} are required"))
+    if (share := _resident_share(rule, allowed, device, evidence)) < rule.residency:
+        findings.append((Status.DEGRADED, f"{rule.component}: {share:.1%} of its weights are resident as {rule.op}, {rule.residency:.1%} are required"))
     return findings
 
 
-def _lost_tokens(ops: list[dict[str, Any]], evidence: dict[str, Any]) -> str | None:
-    """Each token passes k experts, each with two matrices: 2k rows per token. Fewer or more means another computation took part."""
-    rows, expected = sum(op["rows"] for op in ops), 2 * evidence["experts_per_token"] * evidence["tokens_forwarded"]
-    return None if rows == expected else f"{rows} expert rows were computed where the tokens forwarded need {expected}"
+def _problem(ops: list[dict[str, Any]], allowed: set[str], device: str, expected_rows: int | None, name: str) -> str | None:
+    """What speaks against one component of one layer, or None."""
+    if others := sorted({op["op"] for op in ops} - allowed):
+        return f"{', '.join(others)} ran where only {name} may"
+    if not ops:
+        return f"no {name} operation was counted"
+    if wrong := sorted({op["device"] for op in ops} - {device}):
+        return f"ran on {', '.join(wrong)} instead of {device}"
+    rows = sum(op["rows"] for op in ops)
+    if expected_rows is not None and rows != expected_rows:
+        return f"{rows} rows were computed where the tokens forwarded need {expected_rows}: another computation took part"
+    return None
 
 
-def _resident_share(cell: Cell, rule: EvidenceRule, evidence: dict[str, Any]) -> float:
-    entries = [e for e in evidence["resident"] if e["component"] == rule.component]
-    there = sum(e["bytes"] for e in entries if e["codec"] == rule.op and e["device"] == _device(cell, rule.component))
-    total = sum(e["bytes"] for e in entries)
-    return there / total if total else 0.0
+def _expected_rows(evidence: dict[str, Any], layer: int | None, component: str) -> int | None:
+    """Rows the component must have seen in this layer, or None where the number depends on what was asked of the model (the head)."""
+    for known_layer, known, rows in evidence["rows_per_token"]:
+        if (known_layer, known) == (layer, component):
+            return int(rows) * int(evidence["tokens_forwarded"])
+    return None
+
+
+def _resident_share(rule: EvidenceRule, allowed: set[str], device: str, evidence: dict[str, Any]) -> float:
+    """Share of the component's weights, by the model's sizes, that lie on `device` in an allowed codec."""
+    there = sum(e["weights"] for e in evidence["resident"] if e["component"] == rule.component and e["codec"] in allowed and e["device"] == device)
+    needed = evidence["weights"].get(rule.component, 0)
+    return there / needed if needed else 0.0
 
 
 def _device(cell: Cell, component: str) -> str:

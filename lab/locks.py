@@ -16,6 +16,10 @@ POLL_S = 0.25
 """Seconds between two tries for a lock that somebody holds. Long enough not to disturb the holder's measurement."""
 
 
+class GaveUpError(Exception):
+    """`wait` said to stop waiting for a lock. No OSError on purpose: a file system that timed out (ETIMEDOUT) is another matter."""
+
+
 def try_lock(file: Path) -> int | None:
     """Lock `file` (created if absent) and return its descriptor, or None if another process holds it. Raises OSError."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -46,7 +50,7 @@ def hold(file: Path, owner: str, on_wait: Callable[[str], None], wait: Callable[
     """Hold the lock `file` inside the block, and leave `owner` in it for others to read.
 
     While somebody else holds it, `on_wait` is told once who, and `wait(seconds)` is called between tries; it returns True to give up,
-    which raises TimeoutError. Raises OSError if the file cannot be made.
+    which raises GaveUpError. Raises OSError if the file cannot be made.
     """
     told = False
     while (descriptor := try_lock(file)) is None:
@@ -54,7 +58,7 @@ def hold(file: Path, owner: str, on_wait: Callable[[str], None], wait: Callable[
             on_wait(file.read_text(errors="replace").strip() or "another lab process")
             told = True
         if wait(POLL_S):
-            raise TimeoutError(f"gave up waiting for {file.name}")
+            raise GaveUpError(f"gave up waiting for {file.name}")
     try:
         _write_owner(descriptor, owner)
         yield

@@ -27,9 +27,10 @@ class Packed:
         """Bytes resident."""
         return parts_nbytes(self.parts)
 
-    def decode(self, parts: Parts, dtype: torch.dtype, rows: int, flops: int) -> Tensor:
-        """Decodes `parts` (all of them, or a selection) to `dtype` and counts the read as one call on `rows` rows of activations."""
-        self.counters.add(self.key, rows, parts_nbytes(parts), flops)
+    def decode(self, parts: Parts, dtype: torch.dtype, rows: int, flops: int, nbytes: int | None = None) -> Tensor:
+        """Decodes `parts` (all of them, or a selection) to `dtype` and counts one call on `rows` rows of activations, reading `nbytes` of weights
+        (default: all of `parts`; fewer where a selection repeats)."""
+        self.counters.add(self.key, rows, parts_nbytes(parts) if nbytes is None else nbytes, flops)
         if self.codec.name == "bf16":  # no detour through float32 where the stored dtype is the one computed in
             return parts["weight"].to(dtype)
         return self.codec.decode(parts, self.shape[-1]).to(dtype)
@@ -80,7 +81,10 @@ class PackedExperts:
     @staticmethod
     def _decoded(stack: Packed, index: Tensor | int, dtype: torch.dtype, rows: int) -> Tensor:
         flops = 2 * rows * stack.shape[1] * stack.shape[2]
-        return stack.decode(stack.codec.select(stack.parts, index), dtype, rows, flops)
+        chosen = stack.codec.select(stack.parts, index)
+        # Slots that share an expert need its bytes once, whatever this reference implementation gathers.
+        nbytes = None if isinstance(index, int) else parts_nbytes(chosen) * int(index.unique().numel()) // max(1, index.numel())
+        return stack.decode(chosen, dtype, rows, flops, nbytes)
 
 
 class PackedTable:

@@ -30,7 +30,7 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], inspect: Inspect 
     A cell whose path cannot run needs no files, and has no sha256.
     """
     look = cache(inspect or _inspect())
-    digest = cache(_sha256)
+    digest = cache(_corpus_sha256)
     found: dict[str, dict[str, Any]] = {}
     for cell in cells:
         facts: dict[str, Any] = {"path": cell.model.artifact}
@@ -39,10 +39,7 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], inspect: Inspect 
             layers = facts.get("layers")
             if isinstance(layers, int) and cell.layers > layers:
                 raise LabError(f"layers={cell.layers}: {cell.model.name} has {layers} layers; choose 1 to {layers}")
-            corpus = project.path(cell.model.corpus)
-            if not corpus.is_file():
-                raise LabError(f"{cell.model.corpus}: the held-out text (model.corpus) is missing")
-            facts["corpus_sha256"] = digest(corpus)
+            facts["corpus_sha256"] = digest(project.path(cell.model.corpus), cell.model.corpus)
         found[cell.hash] = facts
     return found
 
@@ -57,9 +54,20 @@ def check_cell(project: Project, cell: Cell) -> None:
         raise GapError(Status.INFRA, f"disk full: {free / 2**20:.1f} MiB free for {project.short(project.runs)}, {needed}")
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _corpus_sha256(file: Path, name: str) -> str:
+    """sha256 (hex) of the held-out text. Raises LabError, which calls it `name`, for what the worker could not score."""
+    try:
+        content = file.read_bytes()
+        text = content.decode("utf-8")
+    except FileNotFoundError:
+        raise LabError(f"{name}: the held-out text (model.corpus) is missing") from None
+    except OSError as error:
+        raise LabError(f"{name}: the held-out text (model.corpus) cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise LabError(f"{name}: the held-out text (model.corpus) is not UTF-8: {error.reason} at byte {error.start}") from None
+    if not text.strip():
+        raise LabError(f"{name}: the held-out text (model.corpus) is empty")
+    return hashlib.sha256(content).hexdigest()
 
 
 def _inspect() -> Inspect:

@@ -24,19 +24,26 @@ import psutil
 from lab.cell import Cell
 from lab.devices import accelerators
 from lab.metrics import METRICS
+from lab.record import Record, Status
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transformers", "hydra-core", "mlflow", "pydantic")
-_NUMERIC_PACKAGES = ("torch", "triton", "numpy")
+_NUMERIC_PACKAGES = ("torch", "triton", "numpy", "tokenizers")
+"""Another version of one of these can move a number; tokenizers decides which tokens are scored."""
 _ENVIRONMENT = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
+    "HSA_OVERRIDE_GFX_VERSION",
     "KMP_AFFINITY",
     "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
     "OMP_NUM_THREADS",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
+    "ROCR_VISIBLE_DEVICES",
     "TRITON_INTERPRET",
 )
+_REPAIRABLE = frozenset({Status.NOT_RUN, Status.OOM, Status.NUMERIC_INVALID, Status.IMPLAUSIBLE, Status.TIMEOUT, Status.CRASHED, Status.INFRA})
+"""Gaps of single metrics that another attempt may fill. The other statuses say something lasting about the cell."""
 
 
 def utc_now() -> str:
@@ -84,9 +91,13 @@ def resume_key(cell: Cell, files: Mapping[str, str], worker_argv: Sequence[str])
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-@cache
+def repairable_gaps(record: Record) -> list[str]:
+    """The metrics (with status) that another attempt under the same resume key may fill: the record is no full answer yet."""
+    return [f"{name} {gap.status}" for name, gap in record.gaps.items() if gap.status in _REPAIRABLE]
+
+
 def code_sha256() -> str:
-    """sha256 (hex) over the names and contents of the package's Python files."""
+    """sha256 (hex) over the names and contents of the package's Python files, read anew: they may change while a command waits."""
     package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

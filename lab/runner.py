@@ -11,6 +11,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lab.child import run_child
 from lab.errors import GapError
 from lab.events import Outcome
 from lab.fill import fill_command
-from lab.locks import hold
+from lab.locks import GaveUpError, hold
 from lab.preflight import check_cell
 from lab.project import Project, say
 from lab.reconcile import reconcile
@@ -67,39 +68,49 @@ class Runner:
 
         Waits for its turn. Raises StoppedError if a stop is asked for meanwhile.
         """
-        key = self.resume_key(cell, artifact)
-        skeleton = self._skeleton(cell, artifact, key)
         label = f"{position}{cell.id}"
-        try:
-            self.project.runs.mkdir(parents=True, exist_ok=True)
-            lock = hold(
-                self.project.runs / ".lock",
-                f"pid {os.getpid()}, {cell.id}",
-                lambda owner: say(f"{label}: waiting, another measurement is running ({owner})"),
-                stop.wait,
-            )
-            with lock:
+        with ExitStack() as turn:
+            try:
+                self._take_turn(turn, cell, label, stop)
                 left_over = reconcile(self.store)
                 earlier = self.store.newest(cell) if skip_ok else None
-                if earlier and earlier.record.status is Status.OK and earlier.record.resume_key == key:
+            except GaveUpError:
+                raise StoppedError(stop.received or "stop") from None
+            except OSError as error:
+                return self._unopened(self._skeleton(cell, artifact), error)
+            # Only now: while it waited, the code may have changed, and the wait is no part of the attempt.
+            skeleton = self._skeleton(cell, artifact)
+            if earlier and earlier.record.status is Status.OK and earlier.record.resume_key == skeleton["resume_key"]:
+                if not (again := provenance.repairable_gaps(earlier.record)):
                     say(f"{label}: skipped, already OK with the same configuration, code, artifact, protocols and machine")
                     return CellRun(earlier.record, earlier.file, skipped=True)
-                if stop.received:
-                    raise StoppedError(stop.received)
-                say(f"{label}: started")
-                done = self._attempt(cell, skeleton, stop)
-                # Still under the lock: loading MLflow takes a core for seconds, which would disturb the next one's measurement.
-                return self._mirror(done, left_over)
-        except TimeoutError:
-            raise StoppedError(stop.received or "stop") from None
-        except OSError as error:
-            # Only the folder and the lock can fail here; `_attempt` turns its own troubles into a record.
-            refused = refuse(Status.INFRA, f"{self.project.short(self.project.runs)}: {_reason(error)}")
-            return self._fallback(self._record(skeleton, 0, refused))
+                say(f"{label}: attempt {earlier.record.attempt:03d} is OK but left gaps that may be filled ({', '.join(again)}); measured again")
+            if stop.received:
+                raise StoppedError(stop.received)
+            say(f"{label}: started")
+            done = self._attempt(cell, skeleton, stop)
+            # Still under the lock: loading MLflow takes a core for seconds, which would disturb the next one's measurement.
+            return self._mirror(done, left_over)
+
+    def _take_turn(self, turn: ExitStack, cell: Cell, label: str, stop: StopSignals) -> None:
+        """Hold the measuring lock until `turn` ends. Raises GaveUpError when a stop is asked for, OSError if the folder or the lock fails."""
+        self.project.runs.mkdir(parents=True, exist_ok=True)
+        owner = f"pid {os.getpid()}, {cell.id}"
+        turn.enter_context(
+            hold(self.project.runs / ".lock", owner, lambda other: say(f"{label}: waiting, another measurement is running ({other})"), stop.wait)
+        )
+
+    def _unopened(self, skeleton: dict[str, Any], error: OSError) -> CellRun:
+        """The record of an attempt that got no folder in `runs/`."""
+        refused = refuse(Status.INFRA, f"{self.project.short(self.project.runs)}: {_reason(error)}")
+        return self._fallback(self._record(skeleton, 0, refused))
 
     def _attempt(self, cell: Cell, skeleton: dict[str, Any], stop: StopSignals) -> CellRun:
         me = psutil.Process()
-        attempt = self.store.open_attempt(cell, {"pid": me.pid, "process_started": me.create_time(), "record": skeleton})
+        try:
+            attempt = self.store.open_attempt(cell, {"pid": me.pid, "process_started": me.create_time(), "record": skeleton})
+        except OSError as error:
+            return self._unopened(skeleton, error)
         try:
             try:
                 check_cell(self.project, cell)
@@ -131,16 +142,17 @@ class Runner:
         assert outcome.result is not None
         return admission.decide(cell, outcome.result, self.evidence)
 
-    def _skeleton(self, cell: Cell, artifact: dict[str, Any], key: str) -> dict[str, Any]:
+    def _skeleton(self, cell: Cell, artifact: dict[str, Any]) -> dict[str, Any]:
         """What is known of a record before the child starts; also kept in the running marker, in case this process is killed."""
+        started = provenance.utc_now()
         return {
             "cell_id": cell.id,
             "cell_hash": cell.hash,
             "cell": cell.model_dump(mode="json"),
             "artifact": artifact or {"path": cell.model.artifact},
             "provenance": {**provenance.provenance(self.project.root, self.worker_argv), "fill": fill_command(self.project, cell)},
-            "resume_key": key,
-            "started_at": provenance.utc_now(),
+            "resume_key": self.resume_key(cell, artifact),
+            "started_at": started,
         }
 
     def _record(self, skeleton: dict[str, Any], number: int, decision: Decision, outcome: Outcome | None = None) -> Record:

@@ -23,7 +23,11 @@ def names_experiment(words: Sequence[str]) -> bool:
 
 def plan_experiment(project: Project, words: Sequence[str]) -> Plan:
     """The experiment's cells that match every other `key=value[,value]`. Raises LabError for an unknown experiment, key or value."""
-    given = dict(_pair(word) for word in words)
+    given: dict[str, str] = {}
+    for key, value in map(_pair, words):
+        if key in given:
+            raise LabError(f"{key} is given twice")
+        given[key] = value
     experiment = load_experiment(given.pop(_KEY), project.root / "experiments")
     force = plan(project, [f"force={given.pop('force')}"]).force if "force" in given else False
     points = experiment.points()

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from lab.cell import Cell
-from lab.locks import try_lock
+from lab.locks import is_locked, try_lock
 from lab.record import Record
 
 RESERVE_BYTES = 256 * 1024
 """Kept free in an attempt's folder for its record."""
 
 RECORD, RUNNING, LOG, MIRROR, RESERVE = "record.json", "running.json", "log.txt", "mirror.json", ".reserve"
+NEW = ".new-"
+"""Begins the name of an attempt's folder until it is complete."""
+SETTLED_S = 60.0
+"""A folder younger than this may just be between its making and its lock."""
 _NUMBER = re.compile(r"\d{3,}")
 
 
@@ -64,13 +69,14 @@ class Store:
         """A new, numbered folder for one attempt, with its locked marker and reserved space in it. Raises OSError if the disk refuses."""
         parent = self.runs / cell.id
         parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".new-", dir=parent))
+        aside = Path(tempfile.mkdtemp(prefix=NEW, dir=parent))
         descriptor: int | None = None
         try:
-            aside.chmod(0o755)
-            reserve(aside / RESERVE)
+            # The lock comes first: it is what keeps others from taking the folder for a dead process's.
             descriptor = try_lock(aside / RUNNING)
             assert descriptor is not None, "a fresh file cannot be locked by anyone else"
+            aside.chmod(0o755)
+            reserve(aside / RESERVE)
             while True:
                 number = max((n for n, _ in self._numbered(parent)), default=0) + 1
                 os.ftruncate(descriptor, 0)
@@ -154,6 +160,11 @@ class Store:
         folders = [marker.parent for marker in sorted(self.runs.glob(f"*/*/{RUNNING}"))]
         return [f for f in folders if _NUMBER.fullmatch(f.name) and not (f / RECORD).exists()]
 
+    def half_made(self) -> list[Path]:
+        """Attempt folders that a process left before they got their number, because it died."""
+        folders = [f for f in sorted(self.runs.glob(f"*/{NEW}*")) if f.is_dir() and time.time() - f.stat().st_mtime > SETTLED_S]
+        return [f for f in folders if not is_locked(f / RUNNING)]
+
     @staticmethod
     def _numbered(parent: Path) -> list[tuple[int, Path]]:
         if not parent.is_dir():
@@ -219,7 +230,7 @@ def fallback_records(runs: Path) -> Iterator[Stored]:
     """The kept records that belong to this `runs/` folder."""
     for origin in sorted(fallback_folder().glob("*/origin.json")):
         try:
-            if json.loads(origin.read_text()).get("runs") == str(runs):
+            if json.loads(origin.read_text()) == {"runs": str(runs)}:
                 yield Stored(origin.parent / RECORD, load_record(origin.parent / RECORD))
         except (OSError, ValueError):
             continue  # half-written, when the temporary folder was full as well

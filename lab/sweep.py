@@ -61,7 +61,8 @@ def run_cells(
             forget_stdout()  # the records are stored, and the exit code below still tells how the cells ended
     if stop.received:
         return INTERRUPTED
-    return OK if all(run.record.status is Status.OK for run in done) else GAP
+    # Counted, too: a cell that was not reached is no OK, whatever kept it from its turn.
+    return OK if len(done) == len(wanted.cells) and all(run.record.status is Status.OK for run in done) else GAP
 
 
 def _say_result(done: CellRun, position: str) -> None:

@@ -66,13 +66,20 @@ class Tracker:
         return self.mirror_all([stored], patience_s)[0]
 
     def mirror_all(self, records: Iterable[Stored], patience_s: float | None = None) -> list[Mirrored]:
-        """Mirror records in order, skipping none; a record that is there already is only looked up."""
+        """Mirror records in order, skipping none; a record that is there already is only looked up.
+
+        A record file that went away or cannot be read is an answer with an error, too: the records after it are mirrored all the same.
+        """
         answers: list[Mirrored] = []
         trouble = False
         patience = PATIENCE_S if patience_s is None else patience_s
         for stored in records:
-            content = stored.file.read_bytes()
-            digest = hashlib.sha256(content).hexdigest()
+            try:
+                digest = hashlib.sha256(stored.file.read_bytes()).hexdigest()
+            except OSError as error:
+                answers.append(Mirrored(self.uri, "", utc_now(), error=f"{self.project.short(stored.file)}: {error.strerror}"))
+                say(f"{stored.record.cell_id}: {answers[-1].line()}")
+                continue
             try:
                 # Patience is for the first failure; after it the others get one try each.
                 answer = self._patiently(stored, digest, time.monotonic() + (0.0 if trouble else patience))

@@ -19,8 +19,8 @@ import torch
 
 from lab.artifacts import inspect
 from lab.cell import Cell
-from lab.engines.local import LocalEngine
-from lab.errors import LabError
+from lab.engines.local import LocalEngine, is_out_of_memory, usable_cores, usable_device
+from lab.errors import GapError, LabError
 from lab.measure.divergence import DivergenceTally, divergence_metrics
 from lab.measure.machine import machine_bounds
 from lab.measure.perplexity import PerplexityTally
@@ -66,20 +66,26 @@ class Attempt:
     def run(self) -> None:
         """Measures everything and emits the result."""
         torch.manual_seed(0)
-        self.result.environment = environment(self.cell)
         try:
             self._measure()
-        except torch.OutOfMemoryError as error:
-            self.result.status, self.result.reason = Status.OOM, _one_line(error)
+        except GapError as error:
+            self.result.status, self.result.reason = error.status, _one_line(error)
         except LabError as error:
             self.result.status, self.result.reason = Status.LOAD_FAILED, _one_line(error)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.result.status, self.result.reason = Status.OOM, _one_line(error)
         self._emit({"event": "result", "result": self.result.model_dump(mode="json")})
 
     def _measure(self) -> None:
         cell = self.cell
         self.phase("check", cell.model.artifact)
+        device = usable_device(cell.device.torch_device)
+        self.result.environment = environment(device)
         self.result.artifact = inspect(self.root / cell.model.artifact)
         corpus = load_corpus(self.root / cell.model.artifact, self.root / cell.model.corpus)
+        bounds = self._bounds(device)
         reference = self._reference(corpus)
         self.phase("load", f"{cell.path.name}, {cell.layers} layers")
         engine = LocalEngine(cell, self.root)
@@ -90,23 +96,36 @@ class Attempt:
         except ValueError as error:
             self.gap((*QUALITY, *SPEED), Status.NUMERIC_INVALID, _one_line(error))
         else:
-            self._time(engine, corpus)
-        self.keep(peak_memory_bytes=_value("peak_memory_bytes", engine.peak_memory_bytes(), {"of": "device" if _gpu(cell) else "process"}))
+            self._time(engine, corpus, bounds)
+        peak = {"of": "device, from load on" if device.type == "cuda" else "process: Python, text, reference log-probabilities and scores included"}
+        self.keep(peak_memory_bytes=_value("peak_memory_bytes", engine.peak_memory_bytes(), peak))
         self._collect_evidence(engine)
+
+    def _bounds(self, device: torch.device) -> dict[str, Any] | None:
+        """The machine's bounds, taken before a model fills the memory. Without them speeds are measured all the same, only without a roofline."""
+        self.phase("machine", "bandwidth and arithmetic bounds")
+        threads = self.cell.device.threads or usable_cores()
+        try:
+            bounds = machine_bounds(device, getattr(torch, self.cell.device.compute_dtype), threads, self.cache)
+        except GapError as error:
+            self.result.notes.append(f"no roofline: {_one_line(error)}")
+            return None
+        self.result.evidence["machine_bounds"] = bounds
+        return bounds
 
     def _reference(self, corpus: Corpus) -> tuple[torch.Tensor, dict[str, float]] | None:
         self.phase("reference", "log-probabilities at the same depth")
         try:
             return load_reference(self.cell, self.root, self.cache, self.result.artifact["sha256"], corpus)
-        except (LabError, OSError) as error:
-            self.gap(QUALITY[2:], Status.INFRA, _one_line(error))
+        except GapError as error:
+            self.gap(QUALITY[2:], error.status, _one_line(error))
             return None
 
     def _keep_load(self, engine: LocalEngine) -> None:
         resident = engine.binder.resident()
         total = sum(entry["bytes"] for entry in resident)
         self.keep(
-            load_s=_value("load_s", engine.load_s, {"encoding": "from source precision at load", "file_cache": "warm: the files were hashed before"}),
+            load_s=_value("load_s", engine.load_s, {"encoding": "from source precision at load", "file_cache": "read once before, by the check of the digest"}),
             resident_bytes=_value("resident_bytes", total, {"by_component": resident}),
         )
         cosines = engine.binder.cosines()
@@ -114,7 +133,7 @@ class Attempt:
             if component in cosines:
                 self.keep(**{metric: _value(metric, cosines[component]["mean"], cosines[component])})
             else:
-                self.gap((metric,), Status.UNSUPPORTED, f"{component} are in source precision or absent at this depth: there is nothing to compare")
+                self.gap((metric,), Status.UNSUPPORTED, f"not applicable: {component} are in source precision, or absent at this depth")
 
     def _score(self, engine: LocalEngine, corpus: Corpus, reference: tuple[torch.Tensor, dict[str, float]] | None) -> None:
         """Perplexity and divergence in one pass. Raises ValueError when a score is not finite."""
@@ -124,28 +143,22 @@ class Attempt:
         # The reference path would repeat its own reference bit for bit; another batch shape makes its divergence the noise floor.
         batch = OTHER_BATCH if cell.path.reference else BATCH
         shape = {"context": bench.ppl_context, "stride": bench.ppl_stride, "batch": batch, "bos": "none", "corpus": corpus.facts}
-        perplexity = PerplexityTally()
+        perplexity = PerplexityTally(corpus.token_bytes)
         divergence = DivergenceTally(reference[0]) if reference else None
-        for log_p, targets, window in score_windows(engine.logits, windows, scored, batch):
-            perplexity.add(log_p, targets, window, corpus.token_bytes)
+        for log_p, targets, window in score_windows(engine.scores, windows, scored, batch):
+            perplexity.add(log_p, targets, window)
             if divergence is not None and not divergence.full:
-                divergence.add(log_p)
+                divergence.add(log_p, window)
         trained = cell.model.trained_depths
         if trained and cell.layers not in trained:
             self.result.notes.append(f"{cell.layers} layers: the model was trained to end after {', '.join(map(str, trained))}; quality is not meaningful")
         self.keep(**perplexity.metrics(shape))
+        self.gap(("bits_per_byte",), Status.UNSUPPORTED, "the tokenizer is not byte-level: its tokens do not show their bytes")
         if divergence is not None and reference is not None:
             self.keep(**divergence_metrics(divergence.summary(), reference[1], shape))
 
-    def _time(self, engine: LocalEngine, corpus: Corpus) -> None:
+    def _time(self, engine: LocalEngine, corpus: Corpus, bounds: dict[str, Any] | None) -> None:
         bench = self.cell.bench
-        self.phase("machine", "bandwidth and arithmetic bounds")
-        try:
-            bounds = machine_bounds(engine.device, engine.dtype, self.cache)
-        except LabError as error:
-            self.gap(SPEED, Status.INFRA, _one_line(error))
-            return
-        self.result.evidence["machine_bounds"] = bounds
         self.phase("prefill", f"{bench.warmup} + {bench.repeats} runs of 512 tokens")
         self.keep(pp512_tok_s=prefill_rate(engine, corpus, bench.warmup, bench.repeats, bounds))
         self.phase("decode", f"{bench.warmup} + {bench.repeats} runs of 128 tokens")
@@ -155,31 +168,29 @@ class Attempt:
         self.keep(agg4_tg128_tok_s=decode_rate(engine, corpus, LANES, bench.warmup, bench.repeats, bounds)[0])
 
     def _collect_evidence(self, engine: LocalEngine) -> None:
-        ops = engine.counters.as_list()
+        model = inventory(engine.config)
         self.result.evidence |= {
-            "ops": ops,
+            "ops": engine.counters.as_list(),
             "resident": engine.binder.resident(),
-            "component_layers": inventory(engine.config).component_layers(),
+            "source_codecs": {component: sorted(names) for component, names in engine.binder.source_codecs.items()},
+            "weights": model.weights(),
+            "rows_per_token": model.rows_per_token(engine.config.experts_per_token, engine.config.ngram_heads),
+            "component_layers": model.component_layers(),
             "layers": len(engine.model.layers),
-            "experts_per_token": engine.config.experts_per_token,
-            "tokens_forwarded": sum(op["rows"] for op in ops if op["component"] == "embed"),
+            "tokens_forwarded": engine.counters.rows("embed"),
             "vocab_size": engine.config.vocab_size,
             "encoding": engine.binder.cosines(),
             "codec_options": {name: codec.options for name, codec in engine.binder.codecs.items()},
         }
 
 
-def environment(cell: Cell) -> dict[str, Any]:
-    """What only the child knows about its surroundings: torch build, threads, GPU and driver."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """What only the child knows about its surroundings: torch build, code, GPU and driver side."""
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "code_sha256": code_sha256()}
-    if _gpu(cell):
-        properties = torch.cuda.get_device_properties(cell.device.torch_device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
         found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda, "hip": torch.version.hip}
     return found
-
-
-def _gpu(cell: Cell) -> bool:
-    return cell.device.torch_device.startswith("cuda")
 
 
 def _value(name: str, value: float, details: dict[str, Any]) -> Measurement:

@@ -67,12 +67,17 @@ def record_of(cell: Cell, status: Status = Status.OK, **changes: Any) -> Record:
     return Record.model_validate(data | changes)
 
 
+def python_path() -> str:
+    """This repository before whatever the caller's PYTHONPATH holds, without which torch or MLflow may not be found."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def start_lab(project: Project, *words: str, **env: str) -> subprocess.Popen[str]:
     """Start `python -m lab` (with the fake worker) in its own process group, as a shell would."""
     settings = os.environ | {
         "LAB_ROOT": str(project.root),
         "LAB_RUNS": str(project.runs),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(),
         "TMPDIR": str(project.root),
         **env,
     }

@@ -12,7 +12,7 @@ import yaml
 from lab import devices
 from lab.cell import Cell
 from lab.codecs import create
-from lab.compose import compose_cells, plan
+from lab.compose import ARCHITECTURES, compose_cells, plan
 from lab.errors import LabError
 from lab.fill import fill_command, fill_words
 from lab.overrides import GROUPS, choices
@@ -77,9 +77,28 @@ def test_no_gpu_is_assumed_where_they_are_hidden(monkeypatch: pytest.MonkeyPatch
     assert devices.auto_device.__wrapped__() == "cpu"
 
 
+def test_a_gpu_that_does_not_answer_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(devices, "_torch_has_gpu_build", lambda: True)
+    monkeypatch.setattr(devices, "_kernel_shows_gpu", lambda: True)
+    monkeypatch.setattr(devices, "ASK_S", 0.0)
+    assert devices.auto_device.__wrapped__() == "cpu"
+    assert capsys.readouterr().err == "warning: torch did not say within 0 s whether it can use the GPU; device=auto is cpu\n"
+
+
+def test_a_stride_below_the_context_composes(project: Project) -> None:
+    assert cell_of(project, "bench.ppl_context=1024", "bench.ppl_stride=1023").bench.ppl_stride == 1023
+
+
+def test_the_architectures_are_those_of_the_configuration() -> None:
+    assert {yaml.safe_load(file.read_text())["arch"] for file in (ROOT / "conf" / "model").glob("*.yaml")} <= set(ARCHITECTURES)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("bench.ppl_stride=512", r"^bench\.ppl_stride=512 must be below bench\.ppl_context=512$"),
+        ("bench.ppl_context=200", r"^bench\.ppl_stride=256 must be below bench\.ppl_context=200$"),
+        ("model.arch=llama", "^model.arch=llama: no such architecture; choose one of: qwen4_exp$"),
         ("path=expert_q3", r"path=expert_q3: no such path \(did you mean expert_q2.*choose one of: .*reference.*tiered"),
         ("layers=13", "layers=13: nano has 12 layers; choose 1 to 12$"),
         ("layers=0", "layers=0: nano has 12 layers; choose 1 to 12$"),

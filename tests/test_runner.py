@@ -1,14 +1,10 @@
-"""The runner with real processes: every way an attempt can end leaves one record with a status, and never a doubled or invented result."""
+"""The runner with real processes: every way an attempt can end leaves one record with a status. Turns and disks: `test_runner_turns`."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,13 +12,11 @@ import pytest
 from lab import child
 from lab.metrics import METRICS
 from lab.project import Project
-from lab.provenance import resume_key
 from lab.reconcile import reconcile
 from lab.record import Record, Status
 from lab.runner import Runner
 from lab.signals import StopSignals
-from lab.store import LOG, RECORD, RUNNING, Store, fallback_records, load_record
-from lab.sweep import run_cells
+from lab.store import LOG, RECORD, RUNNING, Store, load_record
 from tests.fake_lab import WORKER, evidence, inspect
 from tests.fake_lab import runner as fake_runner
 from tests.runner_helpers import cell_of, interrupt, is_gone, lab, make_project, start_lab, until, worker_pid
@@ -183,129 +177,6 @@ def test_a_killed_lab_takes_its_child_along_and_the_next_command_closes_the_atte
     assert reconcile(store) == []
 
 
-def test_a_sweep_goes_on_past_a_failed_cell_and_repeats_only_what_is_not_ok(project: Project) -> None:
-    sweep = ("run", "-m", "path=reference,expert_q2,tiered", "layers=3", "device=cpu")
-    code, out, err = lab(project, *sweep, FAKE_MODE="die-q2")
-    assert code == 3
-    assert "3 cells = 1 OK (0 of them skipped) + 2 gaps" in out
-    code, out, err = lab(project, *sweep, "--json")
-    assert code == 3
-    assert [r["status"] for r in json.loads(out)] == ["OK", "OK", "UNSUPPORTED"]
-    assert err.count("skipped, already OK") == 1
-    attempts = [(s.record.cell["path"]["name"], s.record.attempt, s.record.status) for s in Store(project.runs).records()]
-    assert sorted(attempts) == [
-        ("expert_q2", 1, Status.CRASHED),
-        ("expert_q2", 2, Status.OK),
-        ("reference", 1, Status.OK),
-        ("tiered", 1, Status.UNSUPPORTED),
-        ("tiered", 2, Status.UNSUPPORTED),
-    ]
-
-
-def test_only_a_sweep_skips_and_only_unless_forced(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*words: str, multirun: bool) -> str:
-        runner = fake_runner(project)
-        assert run_cells(project, ["path=reference", *CELL[1:], *words], multirun, None, runner=runner, inspect=inspect) == 0
-        return capsys.readouterr().err
-
-    assert "skipped" not in run(multirun=False)
-    assert "skipped" in run(multirun=True)
-    assert "skipped" not in run("force=true", multirun=True)
-    assert "skipped" not in run(multirun=False)
-    assert [s.record.attempt for s in Store(project.runs).records()] == [1, 2, 3]
-
-
-def test_what_moves_the_numbers_moves_the_resume_key(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = cell_of(project, *CELL[:2])
-    a, b = {"sha256": "a", "corpus_sha256": "a"}, {"sha256": "a", "corpus_sha256": "b"}
-    keys = {resume_key(cell, a, WORKER), resume_key(cell, b, WORKER), resume_key(cell, a, ("python", "-m", "other"))}
-    monkeypatch.setattr("lab.provenance.code_sha256", lambda: "other code")
-    keys.add(resume_key(cell, a, WORKER))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    keys.add(resume_key(cell, a, WORKER))
-    assert len(keys) == 5
-
-
-def test_two_sweeps_at_once_lose_and_double_nothing(project: Project) -> None:
-    words = ("run", "-m", "path=reference,expert_q2", "layers=3,6", "device=cpu", "--json")
-    both = [start_lab(project, *words, FAKE_MODE="slow") for _ in range(2)]
-    answers = [(*p.communicate(timeout=60), p.returncode) for p in both]
-    assert [code for _, _, code in answers] == [0, 0]
-    assert [len(json.loads(out)) for out, _, _ in answers] == [4, 4]
-    records = [s.record for s in Store(project.runs).records()]
-    assert [(r.attempt, r.status) for r in records] == [(1, Status.OK)] * 4
-    assert sum(err.count("skipped, already OK") for _, err, _ in answers) == 4
-    # One at a time: whoever waited for the lock started before, but its child ran after the other's had ended.
-    phases = sorted((r.finished_at, r.provenance["phases"][0]["at_s"]) for r in records)
-    assert len({finished for finished, _ in phases}) == 4
-
-
-def test_a_second_run_waits_and_says_for_whom(project: Project, tmp_path: Path) -> None:
-    first = start_lab(project, "run", *CELL, FAKE_MODE="hang", FAKE_SIGN=str(tmp_path / "sign"))
-    worker_pid(tmp_path / "sign", first)
-    second = start_lab(project, "run", "path=reference", *CELL[1:])
-    assert second.stderr is not None
-    line = second.stderr.readline()
-    assert f"another measurement is running (pid {first.pid}, nano-expert_q2-L3" in line
-    code, _, _ = interrupt(second, signal.SIGINT)
-    assert code == 130
-    interrupt(first, signal.SIGINT)
-    assert [s.record.cell["path"]["name"] for s in Store(project.runs).records()] == ["expert_q2"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount a small disk here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_disk_that_fills_up_in_the_middle_still_takes_the_record(project: Project, small_disk: Path) -> None:
-    onto = Project(project.root, small_disk / "runs")
-    code, out, _ = lab(onto, "run", *CELL, "--json", FAKE_MODE="fill-disk", FAKE_DISK=str(small_disk))
-    record = Record.model_validate_json(out)
-    assert (code, record.status) == (0, Status.OK)
-    assert "log.txt is incomplete: No space left on device" in record.notes
-    assert [s.record for s in Store(onto.runs).records()] == [record]
-
-
-def test_a_disk_that_is_full_already_is_a_record_elsewhere_and_comes_back(project: Project, small_disk: Path) -> None:
-    onto = Project(project.root, small_disk / "runs")
-    filler = small_disk / "filler"
-    with filler.open("wb", buffering=0) as stream, suppress(OSError):
-        while True:
-            stream.write(b"\0" * 4096)
-    code, out, err = lab(onto, "run", *CELL, "--json")
-    record = Record.model_validate_json(out)
-    assert (code, record.status) == (3, Status.INFRA)
-    assert "disk full" in record.reason
-    assert "the record is kept in" in err
-    assert "Traceback" not in err
-    assert len(list(fallback_records(onto.runs))) == 1
-    filler.unlink()
-    code, _, err = lab(onto, "run", "path=reference", *CELL[1:])
-    assert code == 0
-    assert {s.record.status for s in Store(onto.runs).records()} == {Status.INFRA, Status.OK}
-    assert list(fallback_records(onto.runs)) == []
-
-
-def test_too_little_disk_is_a_record_in_place(project: Project, small_disk: Path) -> None:
-    onto = Project(project.root, small_disk / "runs")
-    (small_disk / "filler").write_bytes(b"\0" * (3 << 20))
-    code, out, _ = lab(onto, "run", *CELL, "--json")
-    record = Record.model_validate_json(out)
-    assert (code, record.status) == (3, Status.INFRA)
-    assert "disk full" in record.reason
-    assert [s.record for s in Store(onto.runs).records()] == [record]
-
-
 def test_a_record_that_cannot_be_written_sets_its_numbers_aside(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -321,11 +192,3 @@ def test_a_record_that_cannot_be_written_sets_its_numbers_aside(project: Project
     (back,) = reconcile(Store(project.runs))
     assert back.record == record
     assert reconcile(Store(project.runs)) == []
-
-
-def test_a_runs_folder_that_is_a_file_is_an_infra_record(project: Project) -> None:
-    project.runs.write_text("in the way")
-    code, out, err = lab(project, "run", *CELL, "--json")
-    assert (code, json.loads(out)["status"]) == (3, "INFRA")
-    assert "the record is kept in" in err
-    assert "Traceback" not in err

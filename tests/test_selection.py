@@ -32,6 +32,8 @@ def test_cells_that_match_are_the_same_cells_as_composed_by_hand() -> None:
         (["experiment=nano", "path=w4"], "path=w4: experiment nano has no such cell; choose from: reference"),
         (["experiment=nano", "bench=quick"], "bench=quick: experiment nano has no such cell; choose from: standard"),
         (["experiment=nano", "engine=local"], "has no axis engine; choose among"),
+        (["experiment=nano", "path=reference", "path=expert_q2"], "path is given twice"),
+        (["experiment=nano", "experiment=nano"], "experiment is given twice"),
         (["experiment=nano", "path"], "'path' is not key=value"),
     ],
 )

@@ -12,10 +12,10 @@ import pytest
 
 from lab import store as store_module
 from lab.cell import Cell
-from lab.locks import hold, is_locked, try_lock
+from lab.locks import GaveUpError, hold, is_locked, try_lock
 from lab.project import Project
 from lab.reconcile import reconcile
-from lab.record import Status
+from lab.record import Record, Status
 from lab.store import RECORD, RESERVE, RUNNING, Attempt, Store, fallback_records, load_record, write_atomic, write_fallback
 from tests.runner_helpers import cell_of, make_project, record_of
 
@@ -116,7 +116,7 @@ def test_a_lock_tells_who_holds_it_and_can_be_given_up(tmp_path: Path) -> None:
     told: list[str] = []
     with hold(file, "pid 1, cell a", told.append, lambda _: True):
         assert is_locked(file)
-        with pytest.raises(TimeoutError), hold(file, "pid 2", told.append, lambda _: True):
+        with pytest.raises(GaveUpError), hold(file, "pid 2", told.append, lambda _: True):
             raise AssertionError("two holders")
     assert told == ["pid 1, cell a"]
     assert not is_locked(file)
@@ -141,12 +141,106 @@ def test_an_attempt_of_a_dead_process_is_closed_exactly_once(store: Store, cell:
     assert reconcile(store) == []
 
 
-def test_an_unreadable_marker_is_reported_and_stops_nobody(store: Store, cell: Cell, capsys: pytest.CaptureFixture[str]) -> None:
+UNUSABLE = ["", "[]", "{}", "null", '{"pid": 1, "attempt": 1, "record": {}}', '{"pid": 1, "attempt": null, "record": []}', "older schema"]
+
+
+def spoil(store: Store, cell: Cell, content: str) -> Path:
+    """The folder of a dead attempt with `content` as its marker."""
     attempt = opened(store, cell)
-    (attempt.folder / RUNNING).write_text("")
+    if content == "older schema":
+        content = json.dumps({"pid": 1, "attempt": attempt.number, "record": {**skeleton(cell), "engine_version": 3}})
+    (attempt.folder / RUNNING).write_text(content)
     attempt.close()
+    return attempt.folder
+
+
+@pytest.mark.parametrize("content", UNUSABLE)
+def test_an_unusable_marker_is_put_aside_and_stops_nobody(store: Store, cell: Cell, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = spoil(store, cell, content)
+    opened(store, cell).close()
+    assert [s.record.attempt for s in reconcile(store)] == [2]
+    shown = capsys.readouterr().err
+    assert (shown.count("\n"), shown.count("warning: "), "running.json.unusable" in shown) == (2, 1, True)
+    assert [p.name for p in folder.iterdir()] == ["running.json.unusable"]
     assert reconcile(store) == []
-    assert "remove the folder" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
+    attempt = opened(store, cell)
+    attempt.close()
+    assert attempt.number == 3, "the number stays taken"
+
+
+@pytest.mark.parametrize("content", UNUSABLE)
+def test_an_attempt_with_an_unusable_marker_is_closed_if_a_record_beside_it_tells_its_cell(store: Store, cell: Cell, content: str) -> None:
+    first = opened(store, cell)
+    store.finish(first.folder, record_of(cell))
+    first.close()
+    folder = spoil(store, cell, content)
+    (added,) = reconcile(store)
+    assert load_record(folder / RECORD) == added.record
+    assert (added.record.attempt, added.record.status, added.record.cell_hash) == (2, Status.CRASHED, cell.hash)
+    assert "its running marker was not usable" in added.record.notes[1]
+    assert added.record.gaps["ppl"].fill == "python -m lab run path=x"
+    assert sorted(p.name for p in folder.iterdir()) == [RECORD]
+
+
+def test_a_record_of_another_cell_in_the_folder_tells_nothing(store: Store, cell: Cell, project: Project) -> None:
+    other = cell_of(project, "layers=6")
+    first = opened(store, cell)
+    store.finish(first.folder, record_of(other))
+    first.close()
+    spoil(store, cell, "[]")
+    assert reconcile(store) == []
+
+
+def test_one_attempt_that_the_disk_refuses_does_not_keep_the_others_open(store: Store, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        opened(store, cell).close()
+    real = Store.finish
+
+    def finish(self: Store, folder: Path, record: Record) -> Path:
+        if folder.name == "001":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return real(self, folder, record)
+
+    monkeypatch.setattr(Store, "finish", finish)
+    assert [s.record.attempt for s in reconcile(store)] == [2]
+
+
+def test_half_made_folders_go_once_their_owner_is_dead(store: Store, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = store.runs / cell.id
+    folders = [parent / f".new-{name}" for name in ("dead", "bare", "alive", "young")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        if folder.name != ".new-bare":
+            (folder / RUNNING).write_text("")
+        if folder.name != ".new-young":
+            os.utime(folder, (1, 1))
+    lock = try_lock(parent / ".new-alive" / RUNNING)
+    assert lock is not None
+    assert reconcile(store) == []
+    os.close(lock)
+    assert sorted(p.name for p in parent.iterdir()) == [".new-alive", ".new-young"]
+
+
+def test_a_folder_being_made_is_locked_before_it_takes_its_time(store: Store, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "SETTLED_S", -1.0)
+    seen: list[list[Path]] = []
+    real = store_module.reserve
+
+    def reserve(file: Path) -> None:
+        seen.append(store.half_made())
+        real(file)
+
+    monkeypatch.setattr(store_module, "reserve", reserve)
+    opened(store, cell).close()
+    assert seen == [[]]
+
+
+def test_a_kept_record_of_an_unknown_origin_stops_nobody(store: Store) -> None:
+    folder = store_module.fallback_folder() / "x"
+    folder.mkdir(parents=True)
+    (folder / "origin.json").write_text("[]")
+    assert list(fallback_records(store.runs)) == []
 
 
 def test_a_kept_record_goes_back_to_its_place(store: Store, cell: Cell) -> None:

@@ -17,7 +17,7 @@ from lab.mlflow_store import EXPERIMENT, artifact_location, client_for, tracking
 from lab.project import Project
 from lab.record import Status
 from lab.runner import Runner
-from lab.store import MIRROR, Store, Stored, load_record
+from lab.store import MIRROR, Store, Stored, fallback_records, load_record
 from lab.sweep import run_cells
 from lab.tracking import Tracker, metric_values, tags
 from tests.fake_lab import WORKER, evidence, inspect
@@ -188,6 +188,26 @@ def test_a_locked_store_does_not_change_the_outcome_of_a_run(project: Project, m
     blocker.close()
     assert import_records(project, []) == 0
     assert capsys.readouterr().out.endswith("2 records: 1 mirrored now, 0 not, the rest were there\n")
+
+
+def test_a_record_that_went_away_costs_a_line_and_nothing_else(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    gone, there = stored(project), stored(project)
+    gone.file.unlink()
+    answers = Tracker(project).mirror_all([gone, there])
+    assert [(a.error is None, a.record_sha256 == "") for a in answers] == [(False, True), (True, False)]
+    assert "No such file or directory" in capsys.readouterr().err
+    assert len(runs(project)) == 1
+
+
+def test_a_left_over_record_that_went_away_does_not_change_the_outcome_of_a_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(project.root))
+    gone = stored(project)
+    gone.file.unlink()
+    monkeypatch.setattr("lab.runner.reconcile", lambda _store: [gone])
+    assert run_cells(project, CELL, False, None, runner=Runner(project, WORKER, evidence), inspect=inspect) == 0
+    assert [s.record.status for s in Store(project.runs).records()] == [Status.OK]
+    assert list(fallback_records(project.runs)) == []
+    assert len(runs(project)) == 1
 
 
 def test_a_server_that_is_away_is_given_up_quickly(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

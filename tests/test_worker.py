@@ -18,12 +18,14 @@ from lab.cell import BenchSpec, Cell, ComponentPlan, DeviceSpec, EvidenceRule, M
 from lab.codecs import create
 from lab.counters import Counters
 from lab.engines.path_binder import PathBinder
+from lab.errors import GapError
 from lab.evidence import check
 from lab.measure import throughput
+from lab.measure.machine import machine_bounds
 from lab.metrics import METRICS
 from lab.models.qwen4_exp.config import from_file
 from lab.models.qwen4_exp.model import Qwen4Exp
-from lab.ops import Packed, PackedExperts, PackedTable
+from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
 from lab.record import Status, WorkerResult
 from lab.worker import Attempt
 from tests.models.tiny import text_ids, tiny_model, write_checkpoint
@@ -56,7 +58,7 @@ def sampled_text(folder: Path, lanes: int, steps: int) -> list[int]:
 
 
 def a_cell(codecs: dict[str, str], **changes: object) -> Cell:
-    rules = tuple(EvidenceRule(component=c, op="bf16" if codec == "source" else codec) for c, codec in codecs.items())
+    rules = tuple(EvidenceRule(component=c, op=codec) for c, codec in codecs.items())
     fields: dict[str, object] = {
         "model": ModelSpec(name="tiny", arch="qwen4_exp", artifact="tiny", corpus="text.txt", trained_depths=(2,)),
         "path": PathSpec(name="p", title="", components={c: ComponentPlan(codec=k) for c, k in codecs.items()}, evidence=rules, reference=codecs is SOURCE),
@@ -93,6 +95,7 @@ def test_every_metric_is_measured_and_admitted(q2: WorkerResult) -> None:
     assert decision.status is Status.OK, decision.reason
     # A disturbed machine may refuse single speeds; nothing may be missing without being a gap.
     assert set(decision.metrics) | set(decision.gaps) == set(METRICS)
+    assert decision.gaps.pop("bits_per_byte")[0] is Status.UNSUPPORTED, "the tiny tokenizer is word-level"
     assert set(decision.gaps) <= {"pp512_tok_s", "tg128_tok_s", "agg4_tg128_tok_s"}
     assert "not meaningful" in q2.notes[0]
 
@@ -122,6 +125,9 @@ def test_decode_reads_three_of_eight_experts(q2: WorkerResult) -> None:
     assert q2.metrics["decode_bytes_per_token"].value > 3 * 3 * one
     assert q2.metrics["decode_bytes_per_token"].value < q2.metrics["resident_bytes"].value + 40_000
     assert by_op[0, "experts"]["rows"] == 2 * 3 * q2.evidence["tokens_forwarded"]
+    together = q2.metrics["agg4_tg128_tok_s"].details["bytes_per_step"]
+    # Four sequences share experts, so a step reads more than one sequence's weights and less than four times as much, and no weight twice.
+    assert q2.metrics["tg128_tok_s"].details["bytes_per_step"] < together < 4 * q2.metrics["tg128_tok_s"].details["bytes_per_step"]
 
 
 def test_reference_diverges_from_itself_by_the_noise_floor_only(root: Path, cache: Path, q2: WorkerResult) -> None:
@@ -157,7 +163,7 @@ _ORIGINAL = PackedExperts.__call__
     [
         (_through_the_reference, "layer 0 experts: bf16 ran where only q2_g32 may"),
         (_around_the_counters, "layer 0 experts: no q2_g32 operation was counted"),
-        (_for_few_tokens_only, "expert rows were computed where the tokens forwarded need"),
+        (_for_few_tokens_only, "rows were computed where the tokens forwarded need"),
     ],
 )
 def test_experts_secretly_routed_elsewhere_are_not_this_path(
@@ -167,6 +173,22 @@ def test_experts_secretly_routed_elsewhere_are_not_this_path(
     decision = decide(a_cell(Q2), attempt(a_cell(Q2), root, cache))
     assert decision.status is Status.PATH_NOT_EXECUTED and sentence in decision.reason
     assert not decision.metrics and set(decision.gaps) == set(METRICS) and "ppl" in decision.unadmitted
+
+
+def _trunk_around_the_counters(self: PackedLinear, x: Tensor) -> Tensor:
+    """A fallback in prefill only, that nothing counts."""
+    if self.weight.key[1] == "trunk" and x.shape[1] > 1:
+        return torch.nn.functional.linear(x, self.weight.codec.decode(self.weight.parts, self.weight.shape[-1]))
+    return _LINEAR(self, x)
+
+
+_LINEAR = PackedLinear.__call__
+
+
+def test_a_fallback_in_the_trunk_is_seen_too(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedLinear, "__call__", _trunk_around_the_counters)
+    decision = decide(a_cell(Q2), attempt(a_cell(Q2), root, cache))
+    assert decision.status is Status.PATH_NOT_EXECUTED and "another computation took part" in decision.reason
 
 
 def test_a_table_decoded_without_its_row_scale_does_not_load(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +212,11 @@ def test_a_model_that_answers_nan_has_no_number(root: Path, cache: Path, monkeyp
 def test_evidence_rules_read_residency_device_and_depth(q2: WorkerResult) -> None:
     cell = a_cell(Q2)
     assert check(cell, q2.evidence) == []
-    half = [{**e, "device": "meta"} if e["component"] == "experts" else e for e in q2.evidence["resident"]]
-    assert [f[0] for f in check(cell, {**q2.evidence, "resident": half})] == [Status.DEGRADED]
+    half = [{**e, "weights": e["weights"] // 2} if e["component"] == "experts" else e for e in q2.evidence["resident"]]
+    assert check(cell, {**q2.evidence, "resident": half}) == [(Status.DEGRADED, "experts: 50.0% of its weights are resident as q2_g32, 100.0% are required")]
+    away = [{**e, "device": "meta"} if e["component"] == "experts" else e for e in q2.evidence["resident"]]
+    assert [f[0] for f in check(cell, {**q2.evidence, "resident": away})] == [Status.DEGRADED]
+    assert "no such component" in check(cell, {**q2.evidence, "component_layers": {}})[0][1]
     elsewhere = [{**o, "device": "cuda"} if o["component"] == "head" else o for o in q2.evidence["ops"]]
     assert "head: ran on cuda instead of cpu" in check(cell, {**q2.evidence, "ops": elsewhere})[0][1]
     assert "2 layers ran, 3 were asked for" in check(cell, {**q2.evidence, "layers": 2})[0][1]
@@ -207,6 +232,33 @@ def test_out_of_memory_is_its_own_status(root: Path, cache: Path, monkeypatch: p
     monkeypatch.setattr("lab.worker.LocalEngine", refuse)
     result = attempt(a_cell(Q2), root, cache)
     assert result.status is Status.OOM and "3 GiB" in result.reason
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_a_gap_and_no_crash(root: Path, cache: Path) -> None:
+    device = DeviceSpec(name="cuda", torch_device="cuda", compute_dtype="bfloat16")
+    result = attempt(a_cell(Q2, device=device), root, cache)
+    assert result.status is Status.UNSUPPORTED and "sees 0 GPUs here" in result.reason
+
+
+def test_a_device_that_is_none_is_named(root: Path, cache: Path) -> None:
+    device = DeviceSpec(name="tpu", torch_device="tpu9", compute_dtype="bfloat16")
+    result = attempt(a_cell(Q2, device=device), root, cache)
+    assert result.status is Status.LOAD_FAILED and "device.torch_device='tpu9' is no torch device" in result.reason
+
+
+def test_machine_bounds_are_measured_once_and_a_torn_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    first = machine_bounds(cpu, torch.float32, 1, tmp_path)
+    assert first["read_bytes_s"] > 1e8 and first["flops_s"] > 1e8 and first["measured_at"]
+    assert machine_bounds(cpu, torch.float32, 1, tmp_path) == first
+    (file,) = tmp_path.glob("machine-*.json")
+    file.write_text("{}")
+    assert machine_bounds(cpu, torch.float32, 1, tmp_path)["measured_at"] >= first["measured_at"]
+    file.unlink()
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(GapError, match="failed with exit code 1"):
+        machine_bounds(cpu, torch.float32, 1, tmp_path)
 
 
 def test_a_failed_reference_leaves_divergence_a_gap(root: Path, tmp_path: Path) -> None:

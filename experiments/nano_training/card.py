@@ -28,6 +28,8 @@ def card() -> str:
     """The card's Markdown."""
     config, training, evaluation, baseline = (_load(f"{n}.json") for n in ("config", "training_log", "evaluation", "ngram_baseline"))
     sources = _load("sources.json")
+    if baseline["train_tokens"] != training["train_tokens"]:
+        raise SystemExit(f"the 5-gram saw {baseline['train_tokens']} tokens, nano {training['train_tokens']}: run ngram_baseline on the same corpus")
     settings, five = training["settings"], baseline["orders"]["5"]
     quality = "\n".join(
         f"| nano, {depth} layers | {found['ppl']:.2f} ± {found['ppl_stderr']:.2f} | {found['bits_per_byte']:.3f} |"

@@ -44,9 +44,9 @@ def evaluate(device: str, dtype: str, batch: int) -> dict[str, object]:
         cell = reference_cell(depth, device, dtype)
         engine = LocalEngine(cell, ROOT)
         windows, scored = corpus.windows(cell.bench.ppl_context, cell.bench.ppl_stride, cell.bench.ppl_windows)
-        tally = PerplexityTally()
-        for log_p, targets, window in score_windows(engine.logits, windows, scored, batch):
-            tally.add(log_p, targets, window, corpus.token_bytes)
+        tally = PerplexityTally(corpus.token_bytes)
+        for log_p, targets, window in score_windows(engine.scores, windows, scored, batch):
+            tally.add(log_p, targets, window)
         found = tally.metrics({})
         depths[str(depth)] = {
             "ppl": found["ppl"].value,

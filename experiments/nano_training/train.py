@@ -91,14 +91,17 @@ def train(args: argparse.Namespace) -> None:
     optim = optimiser(binder)
     auxiliary = AuxiliaryLosses(model)
     log: list[dict[str, object]] = []
-    first = 0
+    first, spent = 0, 0.0
+    settings = {k: getattr(args, k) for k in ("steps", "batch", "lr", "dropout", "dense_share", "seed")}
     state_file = args.work / "nano_training_state.pt"
     if args.resume and state_file.exists():
         saved = torch.load(state_file, map_location=device, weights_only=True)
+        if saved["settings"] != json.dumps(settings):
+            raise SystemExit(f"{state_file} is of a run with other settings ({saved['settings']}); remove it or repeat those")
         for name, value in saved["parameters"].items():
             binder.parameters[name].data.copy_(value)
         optim.load_state_dict(saved["optimiser"])
-        first, log = saved["step"], json.loads(saved["log"])
+        first, log, spent = saved["step"], json.loads(saved["log"]), saved["seconds"]
         print(f"resumed at step {first}", flush=True)
     started = time.monotonic()
     for step in range(first, args.steps):
@@ -133,13 +136,13 @@ def train(args: argparse.Namespace) -> None:
             log.append(entry)
             print(json.dumps(entry), flush=True)
         if (step + 1) % args.save_every == 0 and not last:
-            save_state(state_file, step + 1, binder, optim, log)
+            progress = {"step": step + 1, "log": json.dumps(log), "settings": json.dumps(settings), "seconds": spent + time.monotonic() - started}
+            save_state(state_file, progress, binder, optim)
     released = args.out
     released.mkdir(parents=True, exist_ok=True)
     save_file(checkpoint_tensors(binder, config.ngram_shards), released / "model.safetensors", metadata={"format": "pt"})
     (released / "config.json").write_text(json.dumps(config_json(config.vocab_size, config.eos_token_id), indent=1) + "\n")
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "cpu"
-    settings = {k: getattr(args, k) for k in ("steps", "batch", "lr", "dropout", "dense_share", "seed")}
     summary = {
         "settings": settings,
         "context": CONTEXT,
@@ -147,18 +150,19 @@ def train(args: argparse.Namespace) -> None:
         "train_tokens": len(data["train"]),
         "device": machine,
         "torch": torch.__version__,
-        "minutes": round((time.monotonic() - started) / 60, 2),
+        "minutes": round((spent + time.monotonic() - started) / 60, 2),
         "log": log,
     }
     (released / "training_log.json").write_text(json.dumps(summary, indent=1) + "\n")
+    state_file.unlink(missing_ok=True)  # finished: the next call trains anew
 
 
-def save_state(path: Path, step: int, binder: ParameterBinder, optim: torch.optim.Optimizer, log: list[dict[str, object]]) -> None:
+def save_state(path: Path, progress: dict[str, object], binder: ParameterBinder, optim: torch.optim.Optimizer) -> None:
     """Writes the resumable state beside and renames it, so that a kill leaves the previous one whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parameters = {name: p.detach() for name, p in binder.parameters.items()}
     partial = path.with_suffix(".part")
-    torch.save({"step": step, "parameters": parameters, "optimiser": optim.state_dict(), "log": json.dumps(log)}, partial)
+    torch.save({**progress, "parameters": parameters, "optimiser": optim.state_dict()}, partial)
     partial.replace(path)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,10 +17,10 @@ from lab.artifacts import Checkpoint
 from lab.cell import Cell, ComponentPlan
 from lab.counters import Counters
 from lab.engines.path_binder import PathBinder
+from lab.errors import GapError, LabError
 from lab.models.qwen4_exp.config import from_file
 from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
-
-Progress = Callable[[str, str], None]
+from lab.record import Status
 
 
 class LocalEngine:
@@ -29,8 +28,10 @@ class LocalEngine:
 
     def __init__(self, cell: Cell, root: Path, plan: dict[str, ComponentPlan] | None = None) -> None:
         """Loads the cell's first `layers` layers along its path (or along `plan`). Raises LabError when the artifact does not fit."""
-        torch.set_num_threads(cell.device.threads or os.cpu_count() or 1)
-        self.device, self.dtype = torch.device(cell.device.torch_device), getattr(torch, cell.device.compute_dtype)
+        torch.set_num_threads(cell.device.threads or usable_cores())
+        self.device, self.dtype = usable_device(cell.device.torch_device), getattr(torch, cell.device.compute_dtype)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         started = time.perf_counter()
         folder = root / cell.model.artifact
         self.config = from_file(folder / "config.json").truncated(cell.layers)
@@ -51,6 +52,16 @@ class LocalEngine:
         """ids int64 [B, T] (any device) -> logits [B, T or 1, V] on the engine's device, in the compute dtype."""
         return self.model.logits(ids.to(self.device), state, last_only)
 
+    @torch.no_grad()
+    def scores(self, ids: Tensor) -> Tensor:
+        """ids int64 [B, T] -> logits [B, T, V], the head's product in float32: rounded to bf16, steps between large logits would hide small divergences."""
+        return self.model.head(self.model.hidden(ids.to(self.device)).float())
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of the small float32 parameters, which every forward pass reads."""
+        return sum(entry["bytes"] for entry in self.binder.resident() if entry["component"] == "vectors")
+
     def synchronise(self) -> None:
         """Waits for the device, so that a clock read after it is honest."""
         if self.device.type == "cuda":
@@ -61,3 +72,26 @@ class LocalEngine:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def usable_cores() -> int:
+    """Cores this process may run on; fewer than the machine's inside a container or under taskset."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_device(name: str) -> torch.device:
+    """The torch device `name`. Raises LabError for no device name, GapError (UNSUPPORTED) for one this machine does not have."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise LabError(f"device.torch_device={name!r} is no torch device; use cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise LabError(f"device.torch_device={name!r}: the local engine runs on cpu and cuda (which ROCm builds of PyTorch call their GPU)")
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise GapError(Status.UNSUPPORTED, f"device {name}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here")
+    return device
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: torch has a class for the GPU's, and only a sentence for the CPU's."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)

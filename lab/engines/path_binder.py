@@ -42,10 +42,12 @@ class PathBinder:
         self.layer: int | None = None
         self.codecs = {name: create(p.codec, p.options) for name, p in plan.items() if p.codec != "source"}
         for name, component in plan.items():
-            if component.placement not in ("device", "host"):
-                raise LabError(f"path.components.{name}.placement={component.placement}: the local engine places on device or host only")
+            if component.placement != "device" and (name, component.placement) != ("ple", "host"):
+                known = "device or host" if name == "ple" else "device only"
+                raise LabError(f"path.components.{name}.placement={component.placement}: the local engine places {name} on {known}")
         self.residency: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: {"bytes": 0, "tensors": 0, "weights": 0})
         self.quality: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        self.source_codecs: dict[str, set[str]] = defaultdict(set)
 
     def at_layer(self, layer: int | None) -> None:
         """Tags the following requests; tensors of earlier layers are already encoded and freed."""
@@ -88,11 +90,12 @@ class PathBinder:
         plan = self.plan.get(component, SOURCE)
         device = torch.device("cpu") if plan.placement == "host" else self.device
         codec, parts = self._source(stored, scale, name)
+        self.source_codecs[component].add(codec.name)
         if (wanted := self.codecs.get(component)) is not None and not _same(wanted, codec):
             source = (stored if scale is None else codec.decode(parts, stored.shape[-1])).to(device)
             codec, parts = wanted, wanted.encode(source)
             verify_encoding(codec, parts, source).require(name)
-            self.quality[component].append((cosine(codec.decode(parts, source.shape[-1]), source), source.numel()))
+            self.quality[component].append((_cosine(codec, parts, source), source.numel()))
         parts = {key: part.to(device) for key, part in parts.items()}
         packed = Packed(codec, parts, tuple(stored.shape), self.layer, component, self.counters)
         self._note(component, codec.name, device, packed.nbytes(), stored.numel())
@@ -126,6 +129,14 @@ class PathBinder:
             component: {"mean": sum(c * n for c, n in found) / sum(n for _, n in found), "min": min(c for c, _ in found), "tensors": len(found)}
             for component, found in self.quality.items()
         }
+
+
+def _cosine(codec: Codec, parts: Parts, source: Tensor) -> float:
+    """Weight cosine; a stack's matrices are decoded one at a time, because all experts of a large layer in float32 would not fit beside it."""
+    if source.ndim == 2:
+        return cosine(codec.decode(parts, source.shape[-1]), source)
+    found = [cosine(codec.decode(codec.select(parts, i), source.shape[-1]), matrix) for i, matrix in enumerate(source)]
+    return sum(found) / len(found)
 
 
 def _same(wanted: Codec, source: Codec) -> bool:

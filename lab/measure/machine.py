@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -18,29 +19,38 @@ from typing import Any
 
 import torch
 
-from lab.errors import LabError
+from lab.errors import GapError
+from lab.record import Status
 
 _VERSION = 1
 
 
-def machine_bounds(device: torch.device, dtype: torch.dtype, cache: Path) -> dict[str, Any]:
+def machine_bounds(device: torch.device, dtype: torch.dtype, threads: int, cache: Path) -> dict[str, Any]:
     """{read_bytes_s, flops_s, device, threads, dtype, measured_at}; from `cache` when this device, thread count and torch were measured before.
 
-    Measured in a process of its own: its large arrays would otherwise be the peak memory of the path. Raises LabError when that process fails."""
+    Measured in a process of its own: its large arrays would otherwise be the peak memory of the path. Raises GapError when that process fails."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    identity = {"device": name, "threads": torch.get_num_threads(), "dtype": str(dtype), "torch": torch.__version__, "version": _VERSION}
+    identity = {
+        "host": hashlib.sha256(platform.node().encode()).hexdigest()[:8],
+        "device": name,
+        "threads": threads,
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "version": _VERSION,
+    }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = cache / f"machine-{key}.json"
     if path.is_file():
         try:
             kept: dict[str, Any] = json.loads(path.read_text())
-            return kept
-        except json.JSONDecodeError:
-            path.unlink()  # a torn cache is measured again
-    command = [sys.executable, "-m", "lab.measure.machine", str(device), str(dtype).removeprefix("torch."), str(torch.get_num_threads())]
+            if {"read_bytes_s", "flops_s"} <= kept.keys():
+                return kept
+        except (OSError, ValueError, AttributeError) as error:
+            print(f"{path.name}: not readable ({error}); measuring again", file=sys.stderr)
+    command = [sys.executable, "-m", "lab.measure.machine", str(device), str(dtype).removeprefix("torch."), str(threads)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise LabError(f"measuring this machine's bandwidth failed with exit code {done.returncode}; the attempt's log says why")
+        raise GapError(Status.INFRA, f"measuring this machine's bandwidth failed with exit code {done.returncode}; the attempt's log says why")
     bounds: dict[str, Any] = {**identity, **json.loads(done.stdout), "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     try:
         cache.mkdir(parents=True, exist_ok=True)

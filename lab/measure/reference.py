@@ -22,12 +22,16 @@ from torch import Tensor
 
 from lab.artifacts import inspect
 from lab.cell import Cell, ComponentPlan
-from lab.engines.local import LocalEngine
-from lab.errors import LabError
+from lab.engines.local import LocalEngine, is_out_of_memory
+from lab.errors import GapError, LabError
 from lab.measure.divergence import MAX_WINDOWS, DivergenceTally
 from lab.measure.scoring import score_windows
 from lab.measure.text import Corpus, load_corpus
-from lab.provenance import code_sha256
+from lab.provenance import code_sha256, machine
+from lab.record import Status
+
+_OUT_OF_MEMORY = 9
+"""Exit code of the reference pass when the model does not fit."""
 
 BATCH, OTHER_BATCH = 4, 1
 """Windows per forward pass in every path's scoring, and in the reference's second pass."""
@@ -43,6 +47,7 @@ def reference_key(cell: Cell, artifact_sha256: str, corpus: Corpus) -> str:
         "corpus": corpus.facts["sha256"],
         "layers": cell.layers,
         "device": cell.device.model_dump(),
+        "machine": [machine()["cpu"], machine()["cores"], machine()["accelerators"]],
         "windows": [bench.ppl_context, bench.ppl_stride, min(bench.ppl_windows, MAX_WINDOWS)],
         "code": code_sha256(),
         "torch": torch.__version__,
@@ -51,20 +56,34 @@ def reference_key(cell: Cell, artifact_sha256: str, corpus: Corpus) -> str:
 
 
 def load_reference(cell: Cell, root: Path, cache: Path, artifact_sha256: str, corpus: Corpus) -> tuple[Tensor, dict[str, float]]:
-    """(log-probabilities float32 [n, V], noise floor), computed in a child process when the cache has none. Raises LabError when that fails."""
+    """(log-probabilities float32 [n, V], noise floor), computed in a child process when the cache has none. Raises GapError when that fails."""
     path = cache / "reference" / f"{reference_key(cell, artifact_sha256, corpus)}.safetensors"
-    if not path.is_file():
-        job = json.dumps({"cell": cell.model_dump(mode="json"), "root": str(root), "out": str(path)})
-        done = subprocess.run([sys.executable, "-m", "lab.measure.reference"], input=job, text=True, stdout=sys.stderr, stderr=subprocess.PIPE, check=False)
-        sys.stderr.write(done.stderr)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise LabError(f"the reference pass failed with exit code {done.returncode}: {last}")
+    if (kept := _read(path)) is not None:
+        return kept
+    job = json.dumps({"cell": cell.model_dump(mode="json"), "root": str(root), "out": str(path)})
+    command = [sys.executable, "-m", "lab.measure.reference"]
+    done = subprocess.run(command, input=job, text=True, stdout=sys.stderr, stderr=subprocess.PIPE, check=False)
+    sys.stderr.write(done.stderr)
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if done.returncode == _OUT_OF_MEMORY:
+        raise GapError(Status.OOM, f"the source-precision reference does not fit: {last}")
+    if done.returncode:
+        raise GapError(Status.INFRA, f"the reference pass failed with exit code {done.returncode}: {last}")
+    if (made := _read(path)) is None:
+        raise GapError(Status.INFRA, "the reference pass wrote a file that cannot be read")
+    return made
+
+
+def _read(path: Path) -> tuple[Tensor, dict[str, float]] | None:
+    """The cached file, or None where there is none or it is not whole (it is then made again)."""
     try:
         with safe_open(path, framework="pt") as handle:
-            return handle.get_tensor("log_p"), json.loads(handle.metadata()["noise_floor"])
+            return handle.get_tensor("log_p"), json.loads((handle.metadata() or {})["noise_floor"])
+    except FileNotFoundError:
+        return None
     except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
-        raise LabError(f"{path}: the cached reference cannot be read ({error}); delete the file") from None
+        print(f"{path.name}: cached reference not readable ({error}); making it again", file=sys.stderr)
+        return None
 
 
 def make_reference(cell: Cell, root: Path, out: Path) -> None:
@@ -73,10 +92,10 @@ def make_reference(cell: Cell, root: Path, out: Path) -> None:
     engine = LocalEngine(cell, root, SOURCE_PLAN)
     bench = cell.bench
     windows, scored = corpus.windows(bench.ppl_context, bench.ppl_stride, min(bench.ppl_windows, MAX_WINDOWS))
-    log_p = torch.cat([batch.cpu() for batch, _, _ in score_windows(engine.logits, windows, scored, BATCH)])
+    log_p = torch.cat([batch.cpu() for batch, _, _ in score_windows(engine.scores, windows, scored, BATCH)])
     floor = DivergenceTally(log_p)
-    for batch, _, _ in score_windows(engine.logits, windows, scored, OTHER_BATCH):
-        floor.add(batch)
+    for batch, _, window in score_windows(engine.scores, windows, scored, OTHER_BATCH):
+        floor.add(batch, window)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_suffix(f".{os.getpid()}.part")
     save_file({"log_p": log_p}, partial, metadata={"noise_floor": json.dumps(floor.summary())})
@@ -90,9 +109,14 @@ def main() -> int:
         cell = Cell.model_validate(job["cell"])
         inspect(Path(job["root"]) / cell.model.artifact)
         make_reference(cell, Path(job["root"]), Path(job["out"]))
-    except (LabError, OSError) as error:
+    except (LabError, GapError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return _OUT_OF_MEMORY
     return 0
 
 

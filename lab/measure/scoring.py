@@ -30,3 +30,16 @@ def score_windows(forward: Forward, windows: Tensor, scored: Tensor, batch: int)
 def chosen(log_p: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood of each target in nat, float64 [n]."""
     return -log_p.gather(1, targets[:, None]).squeeze(1).double()
+
+
+def mean_and_stderr(values: Tensor, window: Tensor) -> tuple[float, float | None]:
+    """Mean of values [n] (float64) and its standard error, windows [n] taken as the independent units; None for a single window. Windows hold different
+    numbers of values, so it is the delta method's variance of a ratio."""
+    mean = float(values.mean())
+    units, index = window.unique(return_inverse=True)
+    n = len(units)
+    if n < 2:
+        return mean, None
+    count = torch.zeros(n, dtype=torch.float64).index_add_(0, index, torch.ones_like(values))
+    spread = torch.zeros(n, dtype=torch.float64).index_add_(0, index, values) - mean * count
+    return mean, float((spread.square().sum() * n / (n - 1)).sqrt() / count.sum())

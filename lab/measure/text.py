@@ -6,6 +6,7 @@ are. Prompts for speed are windows of the same real text, because a router that 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +20,10 @@ from lab.errors import LabError
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of the held-out text (int64 [N]), bytes of text behind each token id, and where it came from."""
+    """Token ids of the held-out text (int64 [N]), bytes of text behind each token id (None where ids do not spell bytes), and where it came from."""
 
     ids: Tensor
-    token_bytes: Tensor
+    token_bytes: Tensor | None
     facts: dict[str, object]
 
     def windows(self, context: int, stride: int, count: int) -> tuple[Tensor, Tensor]:
@@ -39,8 +40,11 @@ class Corpus:
         return self.ids[starts[:, None] + torch.arange(context)], scored
 
     def prompts(self, count: int, tokens: int, offset: int = 0) -> Tensor:
-        """ids [count, tokens]: consecutive stretches of the text, wrapping around; `offset` prompts are skipped, so that repeats differ."""
-        starts = (torch.arange(count) + offset) * tokens % max(1, len(self.ids) - tokens)
+        """ids [count, tokens]: consecutive stretches of the text, wrapping around; `offset` prompts are skipped, so that repeats differ.
+        Raises LabError when the text is shorter than one prompt."""
+        if len(self.ids) <= tokens:
+            raise LabError(f"{self.facts['name']}: {len(self.ids)} tokens are too few for prompts of {tokens}")
+        starts = (torch.arange(count) + offset) * tokens % (len(self.ids) - tokens)
         return self.ids[starts[:, None] + torch.arange(tokens)]
 
 
@@ -54,11 +58,15 @@ def load_corpus(artifact: Path, text: Path) -> Corpus:
     return Corpus(torch.tensor(ids), _bytes_per_token(tokenizer), {**facts, "tokens": len(ids)})
 
 
-def _bytes_per_token(tokenizer: Tokenizer) -> Tensor:
-    """UTF-8 bytes behind each id of a byte-level BPE, whose vocabulary spells one byte per character; special tokens stand for no text."""
+def _bytes_per_token(tokenizer: Tokenizer) -> Tensor | None:
+    """UTF-8 bytes behind each id of a byte-level BPE, whose vocabulary spells one byte per character; special tokens stand for no text. None for
+    other tokenizers, whose tokens do not show their bytes."""
+    if "ByteLevel" not in json.dumps(json.loads(tokenizer.to_str()).get("decoder")):
+        return None
     special = {i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
-    sizes = torch.zeros(tokenizer.get_vocab_size(), dtype=torch.int64)
-    for token, index in tokenizer.get_vocab().items():
+    vocabulary = tokenizer.get_vocab()
+    sizes = torch.zeros(max(vocabulary.values()) + 1, dtype=torch.int64)
+    for token, index in vocabulary.items():
         if index not in special:
             sizes[index] = len(token)
     return sizes

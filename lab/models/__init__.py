@@ -1,12 +1,10 @@
-"""Model architectures of the local engine, by their name in `conf/model`."""
+"""Model architectures of the local engine; their names in `conf/model` are `lab.compose.ARCHITECTURES`."""
 
 from __future__ import annotations
 
 from lab.models.inventory import InventoryBinder
 from lab.models.qwen4_exp.config import Qwen4ExpConfig
 from lab.models.qwen4_exp.model import Qwen4Exp
-
-ARCHITECTURES = ("qwen4_exp",)
 
 
 def inventory(config: Qwen4ExpConfig) -> InventoryBinder:

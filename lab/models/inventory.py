@@ -64,6 +64,27 @@ class InventoryBinder:
         self.embeddings[name], self.layer_of[name] = (rows, width), self.layer
         return _never
 
+    def weights(self) -> dict[str, int]:
+        """Weights by component, as the sizes define them: what has to be resident when a component is complete."""
+        found: dict[str, int] = {}
+        for (rows, cols), component in self.linears.values():
+            found[component] = found.get(component, 0) + rows * cols
+        found["experts"] = sum(3 * count * width * hidden for count, width, hidden in self.expert_stacks.values())
+        found["ple"] = sum(rows * width for rows, width in self.tables.values())
+        found["embed"] = sum(rows * width for rows, width in self.embeddings.values())
+        return {component: weights for component, weights in sorted(found.items()) if weights}
+
+    def rows_per_token(self, experts_per_token: int, ngram_heads: int) -> list[tuple[int | None, str, int]]:
+        """(layer, component, rows of activations its operations see for every token): matrices of the trunk once each, both matrices of each chosen
+        expert, one row per n-gram head. The head is left out: decoding asks it for the last token only."""
+        found: dict[tuple[int | None, str], int] = {}
+        for name, (_, component) in self.linears.items():
+            if component == "trunk":
+                found[self.layer_of[name], component] = found.get((self.layer_of[name], component), 0) + 1
+        found |= {(self.layer_of[prefix], "experts"): 2 * experts_per_token for prefix in self.expert_stacks}
+        found |= {(self.layer_of[prefix], "ple"): ngram_heads for prefix in self.tables}
+        return [(layer, component, rows) for (layer, component), rows in found.items()]
+
     def component_layers(self) -> dict[str, list[int | None]]:
         """The layers in which each component exists: {"experts": [0, 1, ...], "ple": [1], "head": [None], ...}."""
         found: dict[str, set[int | None]] = {}

@@ -15,6 +15,7 @@ from lab.engines.path_binder import PathBinder
 from lab.errors import LabError
 from lab.models.qwen4_exp.config import from_dict, from_file
 from lab.models.qwen4_exp.model import Qwen4Exp
+from lab.models.qwen4_exp.ngram import hash_multipliers, head_sizes
 from tests.models.tiny import text_ids, tiny_model, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -91,23 +92,28 @@ def test_config_switches_are_followed(change: dict[str, object]) -> None:
     torch.testing.assert_close(engine_of(theirs).logits(ids), theirs(input_ids=ids, use_cache=False).logits, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize(("layout", "prefix"), [("fused", "model.language_model."), ("fused", "model."), ("fp8", "model.language_model.")])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "model."])
 @torch.no_grad()
-def test_released_layouts_stream_from_files(tmp_path: Path, layout: str, prefix: str) -> None:
-    """Both layouts, both prefixes. The e4m3 file is compared with a transformers model that holds the dequantised values."""
+def test_the_bf16_release_streams_from_files(tmp_path: Path, prefix: str) -> None:
     theirs = tiny_model(4)
-    write_checkpoint(tmp_path, theirs, layout, prefix)
-    checkpoint = Checkpoint(tmp_path)
-    if layout == "fp8":
-        _adopt_quantised(theirs, checkpoint)
-    config = from_file(tmp_path / "config.json")
-    if layout == "fp8":
-        with pytest.raises(LabError, match="no multiple of the 128-row scale blocks"):
-            Qwen4Exp(config, PathBinder(checkpoint, {}, CPU, torch.float32, Counters()))
-        return
-    ours = Qwen4Exp(config, PathBinder(checkpoint, {}, CPU, torch.float32, Counters()))
+    write_checkpoint(tmp_path, theirs, "fused", prefix)
+    ours = Qwen4Exp(from_file(tmp_path / "config.json"), PathBinder(Checkpoint(tmp_path), {}, CPU, torch.float32, Counters()))
     ids = text_ids(2, 40)
     torch.testing.assert_close(ours.logits(ids), theirs(input_ids=ids, use_cache=False).logits, atol=TOLERANCE, rtol=0)
+
+
+def test_block_scales_that_cannot_be_joined_are_refused(tmp_path: Path) -> None:
+    """Experts 64 wide: gate and up share a 128-row block once stacked."""
+    write_checkpoint(tmp_path, tiny_model(4), "fp8")
+    with pytest.raises(LabError, match="no multiple of the 128-row scale blocks"):
+        Qwen4Exp(from_file(tmp_path / "config.json"), PathBinder(Checkpoint(tmp_path), {}, CPU, torch.float32, Counters()))
+
+
+def test_hash_constants_of_the_released_model() -> None:
+    """The published integers of Qwen3.8-Flash-Next (vocabulary 248320, seed 1234): exact, or the n-gram table is read at random."""
+    config = from_dict({**tiny_model(2).config.to_dict(), "vocab_size": 248320, "ngram_vocab_size_base": 20_000_000, "heads_per_ngram": 8})
+    assert hash_multipliers(config) == [23703573157769, 20109073645365, 8052911324071]
+    assert head_sizes(config)[0] == 20000003 and head_sizes(config)[-1] == 20000171 and sum(head_sizes(config)) == 320001446
 
 
 def _adopt_quantised(model: Qwen4ExpForCausalLM, checkpoint: Checkpoint) -> None:
@@ -152,6 +158,9 @@ def test_shipped_nano_loads_in_transformers_with_the_same_logits() -> None:
     assert config.indexer_budget < 200
     expected = theirs(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(ours.logits(ids), expected, atol=TOLERANCE, rtol=0)
+    state = ours.new_state(2, 200, CPU, torch.float32)
+    steps = [ours.logits(ids[:, :150], state), *(ours.logits(ids[:, i : i + 1], state) for i in range(150, 200))]
+    torch.testing.assert_close(torch.cat(steps, 1), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_training_checkpoint_names_round_trip() -> None:
