@@ -49,7 +49,7 @@ def print_result(project: Project, done: CellRun, stream: TextIO | None = None) 
         if name in record.metrics:
             found = record.metrics[name]
             share = f"{found.roofline_pct:.1f} %" if found.roofline_pct is not None else ""
-            table.add_row(metric.title, f"{number(found.value)} {found.unit}", _spread(found), share, "")
+            table.add_row(metric.title, _value(found), _spread(found), share, "")
         elif record.status is Status.OK and name in record.gaps:
             table.add_row(metric.title, "GAP", "", "", escape(f"{record.gaps[name].status}: {record.gaps[name].reason}"))
         else:
@@ -98,6 +98,14 @@ def where(project: Project, done: CellRun) -> list[str]:
 def number(value: float) -> str:
     """Six significant digits, whole numbers in full."""
     return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.6g}"
+
+
+def _value(found: Measurement) -> str:
+    """Value with its standard error and unit; bytes in MiB."""
+    if found.unit == "B":
+        return f"{found.value / 2**20:.2f} MiB"
+    error = "" if found.stderr is None else f" ± {number(float(f'{found.stderr:.2g}'))}"
+    return f"{number(found.value)}{error} {found.unit}"
 
 
 def _spread(found: Measurement) -> str:
