@@ -18,6 +18,7 @@ from lab.errors import LabError
 from lab.models import inventory
 from lab.models.qwen4_exp.config import from_file
 from lab.models.qwen4_exp.model import Qwen4Exp
+from lab.ops import PackedTable
 from tests.models.tiny import text_ids, tiny_model, write_checkpoint
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def test_released_e4m3_is_adopted_by_an_e4m3_path_without_requantising(folder: P
 
 def test_released_e4m3_is_decoded_before_another_codec_encodes_it(folder: Path) -> None:
     _, binder = load(folder / "fp8", experts="q2_g32", ple="q2_rows")
-    assert 0.8 < binder.cosines()["experts"]["min"] < 0.99 and binder.cosines()["ple"]["tensors"] == 1
+    assert 0.8 < binder.cosines()["experts"]["min"] < 0.99 and binder.cosines()["ple"]["tensors"] == 4, "the table is encoded shard by shard"
 
 
 def test_a_table_on_the_host_is_counted_there(folder: Path) -> None:
@@ -78,6 +79,23 @@ def test_a_table_on_the_host_is_counted_there(folder: Path) -> None:
     (entry,) = [e for e in binder.resident() if e["component"] == "ple"]
     rows, width = next(iter(inventory(from_file(folder / "fused" / "config.json")).tables.values()))
     assert entry["device"] == "cpu" and entry["bytes"] == rows * (width // 4 + 4)
+
+
+@pytest.mark.parametrize("codec", ["source", "bf16", "int8_g128", "q2_rows", "e4m3"])
+def test_a_sharded_table_is_the_same_as_one_encoded_whole(folder: Path, tmp_path: Path, codec: str) -> None:
+    """Four shards, written one by one into their place, against one tensor."""
+    from lab.models.qwen4_exp.ngram import NGramInjection
+
+    tensors = load_file(folder / "fused" / "model.safetensors")
+    names = sorted(n for n in tensors if ".shard_" in n)
+    tensors[names[0].replace("shard_0.weight", "weight")] = torch.cat([tensors.pop(n) for n in names])
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "fused" / "config.json").read_text())
+    injections = [load(f, ple=codec)[0].layers[1].ple for f in (folder / "fused", tmp_path)]
+    tables = [i.table for i in injections if isinstance(i, NGramInjection) and isinstance(i.table, PackedTable)]
+    assert len(tables) == 2 and tables[0].weight.parts.keys() == tables[1].weight.parts.keys()
+    for key, part in tables[0].weight.parts.items():
+        assert torch.equal(part.view(torch.uint8), tables[1].weight.parts[key].view(torch.uint8)), key
 
 
 def test_an_unknown_placement_or_codec_is_refused_by_name(folder: Path) -> None:

@@ -67,33 +67,25 @@ class Checkpoint:
         """Whether the experts below `prefix` are stored as two stacks rather than one matrix per expert."""
         return f"{prefix}.gate_up_proj" in self
 
-    def expert_stacks(self, prefix: str, count: int) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-        """((gate_up [E, 2 width, hidden], block scales or None), (down [E, hidden, width], scales or None)). Gate rows come first; block scales
-        are kept only where the gate/up border falls on a block border, else LabError (a merged block would need requantising)."""
+    def expert_stack(self, prefix: str, count: int, kind: str) -> tuple[Tensor, Tensor | None]:
+        """(`gate_up` [E, 2 width, hidden] with gate rows first, or `down` [E, hidden, width]; its 128x128 block scales or None). Raises LabError where
+        the gate/up border does not fall on a block border: a merged block would need requantising."""
         if self.is_fused(prefix):
-            return (self.get(f"{prefix}.gate_up_proj"), None), (self.get(f"{prefix}.down_proj"), None)
+            return self.get(f"{prefix}.{kind}_proj"), None
+        names = ("gate", "up") if kind == "gate_up" else (kind,)
+        weights = [_joined([self.get(f"{prefix}.{e}.{name}_proj.weight") for name in names]) for e in range(count)]
+        if f"{prefix}.0.{names[0]}_proj.weight_scale_inv" not in self:
+            return _stacked(weights), None
+        if len(names) > 1 and weights[0].shape[0] % (128 * len(names)):
+            width = weights[0].shape[0] // len(names)
+            raise LabError(f"{prefix}: expert width {width} is no multiple of the 128-row scale blocks; block scales cannot be joined")
+        scales = [_joined([self.get(f"{prefix}.{e}.{name}_proj.weight_scale_inv") for name in names]) for e in range(count)]
+        return _stacked(weights), _stacked(scales)
 
-        def stack(kind: str, suffix: str) -> Tensor:
-            return torch.stack([self.get(f"{prefix}.{e}.{kind}_proj.{suffix}") for e in range(count)])
-
-        gate, up, down = (stack(kind, "weight") for kind in ("gate", "up", "down"))
-        joined = torch.cat([gate.view(torch.uint8), up.view(torch.uint8)], 1).view(gate.dtype) if gate.dtype.itemsize == 1 else torch.cat([gate, up], 1)
-        if f"{prefix}.0.gate_proj.weight_scale_inv" not in self:
-            return (joined, None), (down, None)
-        if gate.shape[1] % 128:
-            raise LabError(f"{prefix}: expert width {gate.shape[1]} is no multiple of the 128-row scale blocks; block scales cannot be joined")
-        scales = [stack(kind, "weight_scale_inv") for kind in ("gate", "up", "down")]
-        return (joined, torch.cat(scales[:2], 1)), (down, scales[2])
-
-    def table(self, prefix: str) -> tuple[Tensor, Tensor | None]:
-        """(the n-gram table [rows, width], its global scale [1] or None), shards joined in numeric order."""
+    def table(self, prefix: str) -> tuple[list[str], Tensor | None]:
+        """(names of the tensors whose rows, joined in this order, are the n-gram table; its global scale [1] or None)."""
         scale = self.get(f"{prefix}.weight_scale") if f"{prefix}.weight_scale" in self else None
-        if f"{prefix}.weight" in self:
-            return self.get(f"{prefix}.weight"), scale
-        parts = [self.get(name) for name in self.shards(prefix)]
-        if parts[0].dtype.itemsize == 1:
-            return torch.cat([p.view(torch.uint8) for p in parts]).view(parts[0].dtype), scale
-        return torch.cat(parts), scale
+        return ([f"{prefix}.weight"] if f"{prefix}.weight" in self else self.shards(prefix)), scale
 
     def shards(self, prefix: str) -> list[str]:
         """Names of the table's shards, in order. Raises LabError when there is none or one is missing."""
@@ -102,6 +94,17 @@ class Checkpoint:
         if not found or [i for i, _ in found] != list(range(len(found))):
             raise LabError(f"{self.folder}: {prefix}: table shards {[i for i, _ in found][:5]}... are not 0..n-1")
         return [name for _, name in found]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Concatenated rows; 8-bit floats travel as bytes, since not every backend can join them."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([p.view(torch.uint8) for p in parts]).view(parts[0].dtype) if parts[0].dtype.itemsize == 1 else torch.cat(parts)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return torch.stack([p.view(torch.uint8) for p in parts]).view(parts[0].dtype) if parts[0].dtype.itemsize == 1 else torch.stack(parts)
 
 
 def _plain(stored: str) -> str:

@@ -8,6 +8,7 @@ perplexity of 142.6. What is resident where, and how close the codes are to the 
 from __future__ import annotations
 
 from collections import defaultdict
+from math import prod
 from typing import Any
 
 import torch
@@ -72,23 +73,45 @@ class PathBinder:
         return value.to(self.device)
 
     def experts(self, prefix: str, count: int, width: int, hidden: int) -> Experts:
-        """Both stacks, encoded."""
-        stacks = self.checkpoint.expert_stacks(prefix, count)
-        gate_up, down = (self._packed("experts", w, s, f"{prefix}.{kind}") for (w, s), kind in zip(stacks, ("gate_up", "down"), strict=True))
+        """Both stacks, encoded one after the other."""
+        gate_up, down = (self._packed("experts", *self.checkpoint.expert_stack(prefix, count, kind), f"{prefix}.{kind}") for kind in ("gate_up", "down"))
         return PackedExperts(gate_up, down)
 
     def table(self, prefix: str, rows: int, width: int) -> Table:
-        """The n-gram table, encoded, on the device or host as its placement says."""
-        weight, scale = self.checkpoint.table(prefix)
-        return PackedTable(self._packed("ple", weight, scale, prefix), self.dtype, self.device)
+        """The n-gram table, encoded shard by shard into its final place: at 51 GB there is no room for a second copy. Only a codec with one scale for
+        the whole table, on a table stored in another, needs all of it at once."""
+        names, scale = self.checkpoint.table(prefix)
+        wanted = self.codecs.get("ple")
+        if wanted is not None and wanted.shared and scale is None and len(names) > 1:
+            whole = torch.cat([self.checkpoint.get(name) for name in names])
+            return PackedTable(self._packed("ple", whole, None, prefix), self.dtype, self.device)
+        codec, parts = self._encoded("ple", self.checkpoint.get(names[0]), scale, names[0])
+        if len(names) > 1:
+            parts = self._assembled(rows, parts, codec, names, scale)
+        return PackedTable(self._placed("ple", codec, parts, (rows, width)), self.dtype, self.device)
 
     def embedding(self, name: str, rows: int, width: int) -> Table:
         """Token embedding rows in source precision."""
         return PackedTable(self._packed("embed", self.checkpoint.get(name), None, name), self.dtype, self.device)
 
+    def _assembled(self, rows: int, first: Parts, codec: Codec, names: list[str], scale: Tensor | None) -> Parts:
+        """All shards' parts in one allocation; parts that rows share are the first shard's."""
+        whole = {k: p if k in codec.shared else torch.empty((rows, *p.shape[1:]), dtype=p.dtype, device=p.device) for k, p in first.items()}
+        start, parts = 0, first
+        for index, name in enumerate(names):
+            if index:
+                parts = self._encoded("ple", self.checkpoint.get(name), scale, name)[1]
+            for key in parts.keys() - codec.shared:
+                whole[key][start : start + len(parts[key])] = parts[key]
+            start += next(len(p) for k, p in parts.items() if k not in codec.shared)
+        return whole
+
     def _packed(self, component: str, stored: Tensor, scale: Tensor | None, name: str) -> Packed:
-        plan = self.plan.get(component, SOURCE)
-        device = torch.device("cpu") if plan.placement == "host" else self.device
+        return self._placed(component, *self._encoded(component, stored, scale, name), tuple(stored.shape))
+
+    def _encoded(self, component: str, stored: Tensor, scale: Tensor | None, name: str) -> tuple[Codec, Parts]:
+        """A stored tensor in the component's codec, on its device, checked against its source."""
+        device = self._device(component)
         codec, parts = self._source(stored, scale, name)
         self.source_codecs[component].add(codec.name)
         if (wanted := self.codecs.get(component)) is not None and not _same(wanted, codec):
@@ -96,10 +119,15 @@ class PathBinder:
             codec, parts = wanted, wanted.encode(source)
             verify_encoding(codec, parts, source).require(name)
             self.quality[component].append((_cosine(codec, parts, source), source.numel()))
-        parts = {key: part.to(device) for key, part in parts.items()}
-        packed = Packed(codec, parts, tuple(stored.shape), self.layer, component, self.counters)
-        self._note(component, codec.name, device, packed.nbytes(), stored.numel())
+        return codec, {key: part.to(device) for key, part in parts.items()}
+
+    def _placed(self, component: str, codec: Codec, parts: Parts, shape: tuple[int, ...]) -> Packed:
+        packed = Packed(codec, parts, shape, self.layer, component, self.counters)
+        self._note(component, codec.name, self._device(component), packed.nbytes(), prod(shape))
         return packed
+
+    def _device(self, component: str) -> torch.device:
+        return torch.device("cpu") if self.plan.get(component, SOURCE).placement == "host" else self.device
 
     def _source(self, stored: Tensor, scale: Tensor | None, name: str) -> tuple[Codec, Parts]:
         """The tensor as it is in the file: bf16, or e4m3 with its released scale."""

@@ -121,9 +121,9 @@ def _adopt_quantised(model: Qwen4ExpForCausalLM, checkpoint: Checkpoint) -> None
     for name, parameter in model.named_parameters():
         plain = name.removeprefix("model.")
         if plain.endswith("ngram_embedding.weight"):
-            stored, scale = checkpoint.table(plain.removesuffix(".weight"))
+            names, scale = checkpoint.table(plain.removesuffix(".weight"))
             assert scale is not None
-            parameter.data = stored.float() * scale.float()
+            parameter.data = torch.cat([checkpoint.get(name).float() for name in names]) * scale.float()
 
 
 @torch.no_grad()
@@ -134,11 +134,11 @@ def test_fp8_release_with_wide_experts(tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path)
     _adopt_quantised(theirs, checkpoint)
     for index, layer in enumerate(theirs.model.layers):
-        for kind, stored in zip(("gate_up_proj", "down_proj"), checkpoint.expert_stacks(f"layers.{index}.mlp.experts", 8), strict=True):
-            weight, scale = stored
+        for kind in ("gate_up", "down"):
+            weight, scale = checkpoint.expert_stack(f"layers.{index}.mlp.experts", 8, kind)
             assert scale is not None
             wide = scale.float().repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : weight.shape[1], : weight.shape[2]]
-            getattr(layer.mlp.experts, kind).data = weight.float() * wide
+            getattr(layer.mlp.experts, f"{kind}_proj").data = weight.float() * wide
     counters = Counters()
     ours = Qwen4Exp(from_file(tmp_path / "config.json"), PathBinder(checkpoint, {}, CPU, torch.float32, counters))
     ids = text_ids(2, 40)
