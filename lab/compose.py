@@ -187,6 +187,8 @@ def _check_codecs(cell: Cell) -> None:
     from lab.codecs import create
 
     for component, part in cell.path.components.items():
+        if part.codec == "source" and part.options:
+            raise LabError(f"path.components.{component}: codec source takes no options, got {', '.join(sorted(part.options))}; choose a codec too")
         if part.codec != "source":
             try:
                 create(part.codec, part.options)

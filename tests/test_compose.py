@@ -195,3 +195,8 @@ def test_the_fill_command_composes_to_the_same_cell(project: Project, words: lis
 def test_a_plain_cell_has_a_plain_fill_command(project: Project) -> None:
     cell = cell_of(project, "path=expert_q2", "layers=3")
     assert fill_command(project, cell) == "python -m lab run model=nano path=expert_q2 layers=3 device=cpu bench=quick"
+
+
+def test_options_without_a_codec_to_take_them_are_refused(project: Project) -> None:
+    with pytest.raises(LabError, match="path.components.experts: codec source takes no options, got group; choose a codec too"):
+        compose_cells(["path=reference", "layers=3", "path.components.experts.options.group=3"], project)
