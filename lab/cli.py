@@ -71,7 +71,8 @@ Sets an experiment's expected cells against the records: measured, gap or not ru
 
 REPORT_HELP = """python -m lab report experiment=NAME
 
-Writes the experiment's stage report into reports/ and prints the names of the files. Measures nothing. Exit: 0, 2."""
+Writes the experiment's stage report into reports/ and prints the names of the files. Measures nothing. An existing report is not replaced
+while no record fills any of its cells. Exit: 0, 2."""
 
 
 def main(argv: Sequence[str]) -> int:

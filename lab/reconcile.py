@@ -31,7 +31,8 @@ def reconcile(store: Store) -> list[Stored]:
         return []
     added: list[Stored] = []
     with _reported(store.runs), hold(store.runs / ".reconcile.lock", "reconcile", lambda owner: None, _never):
-        for kept in list(fallback_records(store.runs)):
+        # Oldest first, so that attempt numbers follow the order of the runs.
+        for kept in sorted(fallback_records(store.runs), key=lambda stored: stored.record.started_at):
             with _reported(kept.file):
                 added.append(_adopt(store, kept))
         for folder in store.unfinished():

@@ -258,3 +258,15 @@ def test_wrong_words_are_one_line(project: Project, words: list[str], message: s
 def test_the_infra_finding_is_in_the_rendered_text(experiment: Experiment) -> None:
     spoilt = Unreadable("elsewhere", "runs/elsewhere/001/record.json", "record: cut off")
     assert "`runs/elsewhere/001/record.json`: record: cut off" in text_of(build_matrix(experiment, [], compose, [spoilt]))
+
+
+def test_a_report_is_not_replaced_by_one_without_any_number(project: Project) -> None:
+    """A checkout ships reports made elsewhere; asking for one before anything was measured must not erase it."""
+    shipped = project.root / "reports" / "small.md"
+    shipped.parent.mkdir(exist_ok=True)
+    shipped.write_text("made elsewhere")
+    for file in project.runs.glob("*/*/record.json"):
+        file.unlink()
+    with pytest.raises(LabError, match="no record here fills a cell of small; reports/small.md is left as it is"):
+        report_command(project, ["experiment=small"])
+    assert shipped.read_text() == "made elsewhere"

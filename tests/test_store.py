@@ -264,6 +264,17 @@ def test_a_kept_record_never_displaces_another(store: Store, cell: Cell) -> None
     assert [(s.record.attempt, s.record.status) for s in store.records()] == [(1, Status.OK), (2, Status.INFRA)]
 
 
+def test_kept_records_come_back_in_the_order_of_their_runs(store: Store, cell: Cell) -> None:
+    """The temporary folders have random names; attempt numbers must follow time all the same."""
+    for minute in (5, 1, 9, 3, 7):
+        record = record_of(cell, Status.INFRA, attempt=0)
+        write_fallback(record.model_copy(update={"started_at": f"2026-01-01T00:0{minute}:00+00:00"}), store.runs)
+    store.runs.mkdir(parents=True, exist_ok=True)
+    reconcile(store)
+    starts = [load_record(file).started_at for file in store.record_files()]
+    assert len(starts) == 5 and starts == sorted(starts)
+
+
 def test_a_fallback_folder_of_somebody_else_is_refused(store: Store, cell: Cell, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     store_module.fallback_folder().symlink_to(tmp_path / "elsewhere")

@@ -49,6 +49,11 @@ class Checkpoint:
         path, stored = self._locate(name)
         return tuple(self._open[path].get_slice(stored).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Dtype from the header, in the file format's words: BF16, F8_E4M3, I64, ... Raises LabError for a missing tensor."""
+        path, stored = self._locate(name)
+        return str(self._open[path].get_slice(stored).get_dtype())
+
     def get(self, name: str) -> Tensor:
         """The tensor as stored, on the CPU. Raises LabError naming tensor and file."""
         path, stored = self._locate(name)

@@ -25,6 +25,7 @@ from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
 
 SOURCE = ComponentPlan(codec="source")
 _SOURCE_BITS = "bf16"
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class PathBinder:
@@ -61,7 +62,10 @@ class PathBinder:
 
     def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Float32 on the compute device."""
-        value = self.checkpoint.get(name).to(self.device, torch.float32)
+        stored = self.checkpoint.get(name)
+        if stored.dtype not in _FLOATS:
+            raise LabError(f"{self.checkpoint.folder}: {name} is stored as {stored.dtype}; small parameters must be bf16, float16 or float32")
+        value = stored.to(self.device, torch.float32)
         self._note("vectors", "float32", self.device, value.nbytes, value.numel())
         return value
 
@@ -134,7 +138,7 @@ class PathBinder:
         if scale is not None:
             codec, parts = from_release(stored, scale)
             return codec, parts
-        if stored.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if stored.dtype not in _FLOATS:
             raise LabError(f"{self.checkpoint.folder}: {name} is stored as {stored.dtype} without a scale; expected bf16, or e4m3 with its scale")
         if stored.dtype != torch.bfloat16 and not torch.equal(stored.to(torch.bfloat16).to(stored.dtype), stored):
             raise LabError(f"{self.checkpoint.folder}: {name} is {stored.dtype} and does not fit bf16 exactly; the released layouts are bf16 and e4m3")

@@ -20,8 +20,8 @@ class Fields:
         """The one-line error about this file."""
         return LabError(f"{self.where}: {message}")
 
-    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`. Raises LabError when it is missing without a default, or anything else."""
+    def whole(self, key: str, default: int | None = None, least: int = 1, most: int | None = None) -> int:
+        """An integer of at least `least` (and at most `most`). Raises LabError when it is missing without a default, or anything else."""
         value = default if self.data.get(key) is None else self.data[key]
         if value is None:
             raise self.refuse(f"field {key} is missing")
@@ -29,6 +29,8 @@ class Fields:
             raise self.refuse(f"field {key}: {value!r} is not a whole number")
         if value < least:
             raise self.refuse(f"field {key}: {value} must be at least {least}")
+        if most is not None and value > most:
+            raise self.refuse(f"field {key}: {value} must be at most {most}")
         return value
 
     def positive(self, key: str, default: float, first: dict[str, Any] | None = None) -> float:

@@ -41,7 +41,11 @@ def matrix_command(project: Project, words: Sequence[str], out: TextIO | None = 
 def report_command(project: Project, words: Sequence[str]) -> int:
     """Write the experiment's report into `reports/` and print the names of the files written. Returns the exit code."""
     name, _ = _arguments(words, "report")
-    for path in build_report(load_matrix(project, name), project.root / "reports"):
+    matrix = load_matrix(project, name)
+    existing = project.root / "reports" / f"{name}.md"
+    if existing.exists() and not any(entry["state"] == "measured" for entry in matrix.long_form()):
+        raise LabError(f"no record here fills a cell of {name}; {project.short(existing)} is left as it is (python -m lab run experiment={name} measures)")
+    for path in build_report(matrix, project.root / "reports"):
         print(project.short(path))
     return 0
 

@@ -51,6 +51,20 @@ def _float_constant(t: dict[str, torch.Tensor]) -> None:
     t[name] = t[name].float().long()
 
 
+def _e4m3_norm(t: dict[str, torch.Tensor]) -> None:
+    name = f"{P}hyper_connection_mixer.hc_norm.weight"
+    t[name] = t[name].to(torch.float8_e4m3fn)
+
+
+def _e4m3_shard(t: dict[str, torch.Tensor]) -> None:
+    t[f"{TABLE}1.weight"] = t[f"{TABLE}1.weight"].to(torch.float8_e4m3fn)
+
+
+def _short_constants(t: dict[str, torch.Tensor]) -> None:
+    name = f"{P}layers.1.ple.ple_embedding.ngram_heads_offsets"
+    t[name] = t[name].int()
+
+
 FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("no weights", lambda f: (f / "model.safetensors").unlink(), "model.safetensors: no such file"),
     ("truncated", _truncate, "model.safetensors: truncated or not a safetensors file"),
@@ -77,6 +91,15 @@ FAULTS: list[tuple[str, Callable[[Path], Any], str]] = [
     ("shard missing", lambda f: _tensors(f, lambda t: t.pop(f"{TABLE}2.weight")), "are not 0..n-1"),
     ("short table", lambda f: _tensors(f, lambda t: t.update({f"{TABLE}3.weight": t[f"{TABLE}3.weight"][:-1].clone()})), "rows in 4 parts, expected"),
     ("hash constant through a float", lambda f: _tensors(f, _float_constant), "integers read through a float lose digits"),
+    (
+        "weights as int32",
+        lambda f: _tensors(f, lambda t: t.update({"lm_head.weight": t["lm_head.weight"].int()})),
+        "lm_head.weight is stored as I32; expected BF16",
+    ),
+    ("norm as e4m3", lambda f: _tensors(f, _e4m3_norm), "hc_norm.weight is F8_E4M3 but its scale"),
+    ("table as e4m3 without scale", lambda f: _tensors(f, _e4m3_shard), "is F8_E4M3 but its scale"),
+    ("constants as int32", lambda f: _tensors(f, _short_constants), "hash constants must be I64"),
+    ("a billion layers", lambda f: _config(f, num_hidden_layers=10**9, layer_types=None), "num_hidden_layers: 1000000000 must be at most 4096"),
     ("no tokenizer", lambda f: (f / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
     ("broken tokenizer", lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json: not a tokenizer"),
     ("tokenizer too large", lambda f: write_tokenizer(f, 98), "token id 97 does not fit the model's vocabulary of 97 rows"),

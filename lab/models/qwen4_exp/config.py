@@ -16,6 +16,8 @@ from lab.errors import LabError
 from lab.models.fields import Fields
 
 LINEAR = "linear_attention"
+_MOST_LAYERS = 4096
+"""Far above any model; a larger number is a damaged file, and one list entry for each would take minutes."""
 SPARSE_ALIASES = ("full_attention", "indexed_attention", "qwen_sparse_attention")
 MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text", "qwen3_8_flash_next", "qwen3_8_flash_next_text")
 
@@ -114,7 +116,7 @@ def from_dict(data: dict[str, Any], where: str = "config") -> Qwen4ExpConfig:
         text["eos_token_id"] = next(iter(text["eos_token_id"]), None)
     fields = Fields(text, where)
     whole = fields.whole
-    layers = whole("num_hidden_layers")
+    layers = whole("num_hidden_layers", most=_MOST_LAYERS)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(rope, dict) or (rope_type := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise fields.refuse(f"rope_type {rope_type if isinstance(rope, dict) else rope!r} is not supported; only 'default'")
