@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from experiments.nano_training.nano_config import CONTEXT, TRAINED_DEPTHS
-from lab.cell import BenchSpec, Cell, ComponentPlan, DeviceSpec, ModelSpec, PathSpec
+from lab.cell import BenchSpec, Cell, DeviceSpec, ModelSpec, PathSpec
 from lab.engines.local import LocalEngine
 from lab.measure.perplexity import PerplexityTally
+from lab.measure.reference import SOURCE_PLAN
 from lab.measure.scoring import score_windows
 from lab.measure.text import load_corpus
 
@@ -26,10 +27,9 @@ STRIDE = CONTEXT // 2
 
 def reference_cell(depth: int, device: str, dtype: str) -> Cell:
     """The source-precision cell of nano at `depth` on a torch device."""
-    components = {name: ComponentPlan(codec="source") for name in ("experts", "trunk", "ple", "head")}
     return Cell(
         model=ModelSpec(name="nano", arch="qwen4_exp", artifact="experiments/nano", corpus="experiments/nano/heldout.txt"),
-        path=PathSpec(name="reference", title="", components=components, reference=True),
+        path=PathSpec(name="reference", title="", components=SOURCE_PLAN, reference=True),
         layers=depth,
         device=DeviceSpec.model_validate({"name": device, "torch_device": device, "compute_dtype": dtype}),
         bench=BenchSpec(name="card", ppl_context=CONTEXT, ppl_stride=STRIDE, ppl_windows=10**6, warmup=1, repeats=5, timeout_s=3600),

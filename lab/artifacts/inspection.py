@@ -81,11 +81,11 @@ def _check_tensors(checkpoint: Checkpoint, config: Qwen4ExpConfig) -> str:
     for name, shape in shapes.items():
         if checkpoint.shape(name) != shape:
             raise LabError(f"{checkpoint.folder}: tensor {name} has shape {list(checkpoint.shape(name))}, config.json asks for {list(shape)}")
-        _check_dtype(checkpoint, name, [f"{name}_scale_inv"], constant=name in wanted.constants)
+        _check_dtype(checkpoint, name, f"{name}_scale_inv", constant=name in wanted.constants)
     for prefix, (rows, width) in wanted.tables.items():
-        parts = [f"{prefix}.weight"] if f"{prefix}.weight" in checkpoint else checkpoint.shards(prefix)
+        parts, _ = checkpoint.table(prefix)
         for name in parts:
-            _check_dtype(checkpoint, name, [f"{prefix}.weight_scale"])
+            _check_dtype(checkpoint, name, f"{prefix}.weight_scale")
         stored = [checkpoint.shape(name) for name in parts]
         if sum(s[0] for s in stored) != rows or any(s[1:] != (width,) for s in stored):
             raise LabError(f"{checkpoint.folder}: {prefix}: {sum(s[0] for s in stored)} rows in {len(parts)} parts, expected {rows} x {width}")
@@ -95,15 +95,15 @@ def _check_tensors(checkpoint: Checkpoint, config: Qwen4ExpConfig) -> str:
     return " and ".join(sorted(layouts))
 
 
-def _check_dtype(checkpoint: Checkpoint, name: str, scales: list[str], constant: bool = False) -> None:
+def _check_dtype(checkpoint: Checkpoint, name: str, scale: str, constant: bool = False) -> None:
     """Raises LabError for a dtype the loader would refuse, or an 8-bit tensor whose scale is not in the files: read without it, it is fluent and wrong."""
     found = checkpoint.dtype(name)
     if constant:
         if found != "I64":
             raise LabError(f"{checkpoint.folder}: {name} is stored as {found}; hash constants must be I64")
     elif found == "F8_E4M3":
-        if not any(scale in checkpoint for scale in scales):
-            raise LabError(f"{checkpoint.folder}: {name} is F8_E4M3 but its scale {scales[0]} is missing")
+        if scale not in checkpoint:
+            raise LabError(f"{checkpoint.folder}: {name} is F8_E4M3 but its scale {scale} is missing")
     elif found not in _FLOATS:
         raise LabError(f"{checkpoint.folder}: {name} is stored as {found}; expected {', '.join(_FLOATS)}, or F8_E4M3 with its scale")
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lab.artifacts import inspect
-from lab.cell import Cell, ComponentPlan
+from lab.cell import COMPONENTS, Cell, ComponentPlan
 from lab.engines.local import LocalEngine, is_out_of_memory
 from lab.errors import GapError, LabError
 from lab.measure.divergence import MAX_WINDOWS, DivergenceTally
@@ -36,7 +36,7 @@ _OUT_OF_MEMORY = 9
 BATCH, OTHER_BATCH = 4, 1
 """Windows per forward pass in every path's scoring, and in the reference's second pass."""
 
-SOURCE_PLAN = {name: ComponentPlan(codec="source") for name in ("experts", "trunk", "ple", "head")}
+SOURCE_PLAN = {name: ComponentPlan(codec="source") for name in COMPONENTS}
 
 
 def reference_key(cell: Cell, artifact_sha256: str, corpus: Corpus) -> str:
