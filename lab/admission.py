@@ -1,8 +1,8 @@
 """Which of the worker's findings become numbers of the record, and why the others do not.
 
-Order: how the worker ended, whether the claimed path ran (`lab.evidence`), then each metric by itself: right unit and protocol, a possible
-value, a plausible one. A cell that fails as a whole admits no number; a metric that fails alone becomes a gap and the others stand.
-Passing says that nothing speaks against a number, not that it is right.
+The gates from `load` on (`lab.gates`), in their order: how the worker ended, whether the claimed path ran (`lab.evidence`), valid numbers, parity
+of the model with itself, then rates, then plausibility. A cell that fails as a whole admits no number; a metric that fails alone becomes a gap and
+the others stand - but no speed stands beside invalid output. Passing says that nothing speaks against a number, not that it is right.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lab.cell import Cell
-from lab.metrics import METRICS
-from lab.record import Measurement, Status, WorkerResult
+from lab.gates import passed
+from lab.metrics import CORE, METRICS
+from lab.record import GateResult, Measurement, Status, WorkerResult
 
 MAX_ROOFLINE_PCT = 105.0
 """Above the physical bound by more than its own measuring error (5 %), a rate cannot be right."""
 MIN_REPEATS_FOR_SPREAD = 5
 _TIMED_UNITS = ("tok/s",)
+_OUTPUT = ("ppl", "bits_per_byte", "kld_mean", "kld_p99", "top1_agreement", "corpus_nll_mean")
+"""Metrics made from the model's output: an invalid one among them makes every speed of the attempt meaningless."""
 
 # The values a metric can have at all: (lowest, highest), None = unbounded. Rounding may leave 1e-3 outside.
 _ROUNDING = 1e-3
@@ -37,6 +40,15 @@ _POSSIBLE: dict[str, tuple[float | None, float | None]] = {
     "decode_bytes_per_token": (0.0, None),
     "expert_cosine": (-1.0, 1.0),
     "ple_cosine": (-1.0, 1.0),
+    "prefill_multiple": (0.0, None),
+    "decode_multiple": (0.0, None),
+    "end_to_end_multiple": (0.0, None),
+    "greedy_match_tokens": (0.0, None),
+    "greedy_compared_tokens": (1.0, None),
+    "verify_max_rel_err": (0.0, None),
+    "gemm_share": (0.0, 1.0),
+    "corpus_nll_mean": (0.0, None),
+    "nll_rel_diff": (0.0, None),
 }
 
 EvidenceCheck = Callable[[Cell, dict[str, Any]], list[tuple[Status, str]]]
@@ -53,11 +65,12 @@ class Decision:
     gaps: dict[str, Refusal] = field(default_factory=dict)
     unadmitted: dict[str, Measurement] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    gates: list[GateResult] = field(default_factory=list)
 
 
 def refuse(status: Status, reason: str, unadmitted: dict[str, Measurement] | None = None) -> Decision:
     """A decision without any number: every metric is a gap with this status and reason."""
-    return Decision(status, reason, gaps=dict.fromkeys(METRICS, (status, reason)), unadmitted=dict(unadmitted or {}))
+    return Decision(status, reason, gaps=dict.fromkeys(CORE, (status, reason)), unadmitted=dict(unadmitted or {}))
 
 
 def decide(cell: Cell, result: WorkerResult, check: EvidenceCheck | None = None) -> Decision:
@@ -68,26 +81,74 @@ def decide(cell: Cell, result: WorkerResult, check: EvidenceCheck | None = None)
     if findings:
         decision = refuse(*findings[0], result.metrics)
         decision.notes = [f"{status}: {reason}" for status, reason in findings[1:]]
+        decision.gates = [passed("load")]
+        return decision
+    if lost := _parity_problem(result.evidence):
+        decision = refuse(Status.PARITY_FAILED, lost, result.metrics)
+        decision.gates = [passed(gate) for gate in ("load", "residency", "numeric")]
         return decision
 
     decision = Decision(Status.OK)
+    refusals = _refusals(result)
     for name, measurement in result.metrics.items():
-        refusal = result.gaps.get(name) or refusal_of(name, measurement, result)
         if name not in METRICS:
             decision.notes.append(f"{name} is no metric of lab.metrics and was left out")
             decision.unadmitted[name] = measurement
-        elif refusal:
+        elif name in refusals:
             decision.unadmitted[name] = measurement
-            decision.gaps[name] = refusal
+            decision.gaps[name] = refusals[name]
         else:
             decision.metrics[name] = measurement
-    for name in METRICS:
+    for name in (*CORE, *(n for n in result.gaps if n in METRICS)):
         if name not in decision.metrics and name not in decision.gaps:
             decision.gaps[name] = _worker_gap(result.gaps.get(name))
     if not decision.metrics:
         status, reason = next(iter(decision.gaps.values()))
         return refuse(status, f"no metric was admitted; the first: {reason}", decision.unadmitted)
+    decision.gates = _gates(decision, result)
     return decision
+
+
+def _refusals(result: WorkerResult) -> dict[str, Refusal]:
+    """Why measurements may not stand as numbers, by metric. Speeds are judged last: beside invalid output none of them stands."""
+    found = {name: refusal for name, m in result.metrics.items() if (refusal := result.gaps.get(name) or refusal_of(name, m, result))}
+    invalid = {**{name: gap for name, gap in result.gaps.items() if name in _OUTPUT}, **{name: gap for name, gap in found.items() if name in _OUTPUT}}
+    broken = [f"{name}: {reason}" for name, (status, reason) in invalid.items() if status is Status.NUMERIC_INVALID]
+    if broken:
+        for name, measurement in result.metrics.items():
+            if measurement.unit in _TIMED_UNITS and name not in found:
+                found[name] = (Status.NUMERIC_INVALID, f"a speed does not stand beside invalid output ({broken[0]})")
+    return found
+
+
+def _parity_problem(evidence: dict[str, Any]) -> str | None:
+    """Why the model that ran disagrees with itself, or None: the same text whole and step by step must give the same distributions."""
+    parity = evidence.get("parity")
+    if parity is None or parity["kld_mean"] <= parity["tolerance"]:
+        return None
+    return (
+        f"the same {parity['tokens']} tokens step by step and as a whole differ by a mean KLD of {parity['kld_mean']:.3g}, "
+        f"above {parity['tolerance']:.3g}: the state kept between steps is wrong, so decoding speed says nothing"
+    )
+
+
+def _gates(decision: Decision, result: WorkerResult) -> list[GateResult]:
+    """The gates of a cell that was admitted at least in part."""
+    found = [passed("load"), passed("residency")]
+    groups = {
+        "numeric": [f"{n}: {r}" for n, (s, r) in decision.gaps.items() if s is Status.NUMERIC_INVALID],
+        "parity": [],
+        "speed": [n for n in decision.gaps if METRICS[n].unit in _TIMED_UNITS],
+        "plausibility": [f"{n}: {r}" for n, (s, r) in decision.gaps.items() if s is Status.IMPLAUSIBLE],
+    }
+    for gate, refused in groups.items():
+        if gate == "parity":
+            parity = result.evidence.get("parity")
+            checked = f"mean KLD {parity['kld_mean']:.3g} over {parity['tokens']} tokens" if parity else "the worker did not compare steps with the whole"
+            found.append(GateResult(gate=gate, outcome="passed" if parity else "not_checked", detail=checked))
+        else:
+            found.append(GateResult(gate=gate, outcome="partly" if refused else "passed", detail="; ".join(refused)))
+    return found
 
 
 def refusal_of(name: str, found: Measurement, result: WorkerResult) -> Refusal | None:

@@ -28,6 +28,8 @@ class ModelSpec(_Frozen):
     artifact: str
     corpus: str
     trained_depths: tuple[int, ...] = ()
+    geometry: str = ""
+    """A config.json with the model's sizes, for planning where the artifact is not at hand; the artifact's own counts when it is there."""
 
 
 class ComponentPlan(_Frozen):
@@ -83,6 +85,26 @@ class DeviceSpec(_Frozen):
     torch_device: str
     compute_dtype: Literal["float32", "bfloat16"]
     threads: int = Field(default=0, ge=0)
+    title: str = ""
+    expect: str | None = None
+    """A regular expression that the name of the accelerator must contain: numbers of another card must not be stored under this name."""
+    memory_bytes: int | None = Field(default=None, gt=0)
+    read_bytes_s: float | None = Field(default=None, gt=0)
+    flops_s: float | None = Field(default=None, gt=0)
+    bus_bytes_s: float | None = Field(default=None, gt=0)
+    source: str = ""
+    """Where the four figures come from. They serve planning; a measured roofline uses what the machine itself reached."""
+
+
+class Placement(_Frozen):
+    """How much of the model may lie where, for the paths that move weights: one limit or several, null = the path's own choice."""
+
+    slots: int | None = Field(default=None, ge=1)
+    """Experts kept on the device per layer."""
+    resident_layers: int | None = Field(default=None, ge=0)
+    """Layers whose experts stay on the device whole."""
+    host_budget_mb: int | None = Field(default=None, ge=1)
+    device_budget_mb: int | None = Field(default=None, ge=1)
 
 
 class Cell(_Frozen):
@@ -94,12 +116,24 @@ class Cell(_Frozen):
     engine: str = "local"
     device: DeviceSpec
     bench: BenchSpec
+    placement: Placement = Placement()
+    mode: Literal["auto", "graph", "eager"] = "auto"
+    """How decoding is launched: one captured graph per step, or operation by operation; auto leaves it to the engine."""
 
     def identity(self) -> dict[str, Any]:
-        """The fields that define the measurement: everything but titles and the time allowed."""
+        """The fields that define the measurement: no titles, no time allowed, no figures for planning.
+
+        Fields that came later (`placement`, `mode`) count only when set, so that cells measured before keep their hash.
+        """
         data = self.model_dump(mode="json")
         data["path"].pop("title")
         data["bench"].pop("timeout_s")
+        data["model"].pop("geometry")
+        data["device"] = {key: data["device"][key] for key in ("name", "torch_device", "compute_dtype", "threads")}
+        if self.placement == Placement():
+            data.pop("placement")
+        if self.mode == "auto":
+            data.pop("mode")
         return data
 
     @property

@@ -26,9 +26,13 @@ USAGE = """python -m lab VERB [key=value ...]
   ls       what can be chosen: models, paths, devices, benches, codecs, experiments
   show     the composed cell, its id and hash, and the command that measures it
   doctor   versions, device, disk, MLflow store, attempts left by killed processes
-  import   mirror into MLflow every record that is not there yet
+  plan     bytes per component and device before anything loads: fits or not, roofline, and what would make it fit
   matrix   measured, gap and not run, for an experiment
-  report   write the stage report of an experiment
+  report   write the stage report of an experiment, in English or Chinese
+  compare  two cells: faster or slower only where the samples support it
+  invalidate  mark a measured attempt as not valid, with the reason; nothing is deleted
+  export   write records to one file, to carry them to another machine
+  import   take records from such files, and bring MLflow up to date with runs/
 
 python -m lab VERB --help says more. Exit codes: 0 OK, 2 wrong command or configuration, 3 recorded gap, 130 interrupted."""
 
@@ -59,19 +63,39 @@ DOCTOR_HELP = """python -m lab doctor
 Prints versions, the device, free disk, whether the MLflow store answers, and closes attempts left by killed processes.
 Exit: 0 ready to measure, 1 something is missing."""
 
-IMPORT_HELP = """python -m lab import
+PLAN_HELP = """python -m lab plan [key=value ...] [--json]
 
-Mirrors into MLflow every record under runs/ that is not there yet, after closing attempts left by killed processes and moving back
-records that had to be kept in the temporary folder. Can be repeated: what is there is left alone.
-Exit: 0, 3 if the store did not take everything."""
+The capacity ledger of a cell, from the model's sizes and the codecs' byte counts alone: bytes per component and place, fits / does not fit / by how
+much, the roofline of TG and PP, and what would make it fit. Loads nothing. Exit: 0 fits, 3 does not fit, 2."""
+
+COMPARE_HELP = """python -m lab compare A B [--json]
+
+A and B are attempts: CELL_ID (its newest OK attempt), CELL_ID/ATTEMPT or a record file. Says faster, slower, better or worse only where an
+interval and a rank test over the samples support it; refuses cells whose protocol, cache state or device differ. Exit: 0, 2."""
+
+INVALIDATE_HELP = """python -m lab invalidate CELL_ID/ATTEMPT --reason TEXT
+
+Marks one attempt as not valid: it stays on disk, in MLflow (tag) and in reports, marked, and no number of it is shown as current any more.
+Exit: 0, 2."""
+
+EXPORT_HELP = """python -m lab export FILE [experiment=NAME]
+
+Writes every record (or those of an experiment's cells), with their marks, to one file of JSON lines. Exit: 0, 2."""
+
+IMPORT_HELP = """python -m lab import [FILE ...]
+
+Takes the records of exported files into runs/; what is there already is left alone, so that it can be repeated and done in any order. Then
+closes attempts left by killed processes, moves back records that had to be kept in the temporary folder, mirrors into MLflow every record that is
+not there yet, brings the standing of each run up to date, and ends runs left RUNNING.
+Exit: 0, 3 if the store did not take everything, 2."""
 
 MATRIX_HELP = """python -m lab matrix experiment=NAME [--json]
 
 Sets an experiment's expected cells against the records: measured, gap or not run. Measures nothing. Exit: 0, 2."""
 
-REPORT_HELP = """python -m lab report experiment=NAME
+REPORT_HELP = """python -m lab report experiment=NAME [lang=en|zh]
 
-Writes the experiment's stage report into reports/ and prints the names of the files. Measures nothing. An existing report is not replaced
+Writes the experiment's stage report into reports/, as Markdown and as one self-contained HTML file, and prints the names of the files. Measures nothing. An existing report is not replaced
 while no record fills any of its cells. Exit: 0, 2."""
 
 
@@ -146,21 +170,41 @@ def doctor(project: Project, words: Sequence[str]) -> int:
     return OK if examine(project) else 1
 
 
+def plan_cell(project: Project, words: Sequence[str]) -> int:
+    """The verb `plan`; see PLAN_HELP. Raises LabError."""
+    from lab.plan_view import plan_command
+
+    with _pure_stdout("--json" in words) as out:
+        return plan_command(project, words, out)
+
+
+def compare(project: Project, words: Sequence[str]) -> int:
+    """The verb `compare`; see COMPARE_HELP. Raises LabError."""
+    from lab.compare import compare_command
+
+    with _pure_stdout("--json" in words) as out:
+        return compare_command(project, words, out)
+
+
+def invalidate(project: Project, words: Sequence[str]) -> int:
+    """The verb `invalidate`; see INVALIDATE_HELP. Raises LabError."""
+    from lab.history import invalidate_command
+
+    return invalidate_command(project, words)
+
+
+def export(project: Project, words: Sequence[str]) -> int:
+    """The verb `export`; see EXPORT_HELP. Raises LabError."""
+    from lab.exchange import export_command
+
+    return export_command(project, words)
+
+
 def import_records(project: Project, words: Sequence[str]) -> int:
     """The verb `import`; see IMPORT_HELP. Raises LabError."""
-    from lab.reconcile import reconcile
-    from lab.store import Store
-    from lab.tracking import Tracker
+    from lab.exchange import import_command
 
-    _none(words, "import")
-    store = Store(project.runs)
-    reconcile(store)
-    for file, why in store.unreadable():
-        say(f"{project.short(file)}: not a valid record, left out ({why})")
-    answers = Tracker(project).mirror_all(store.records())
-    failed = [a for a in answers if a.error]
-    print(f"{len(answers)} records: {sum(a.new for a in answers)} mirrored now, {len(failed)} not, the rest were there")
-    return GAP if failed else OK
+    return import_command(project, words)
 
 
 def matrix(project: Project, words: Sequence[str]) -> int:
@@ -190,9 +234,13 @@ VERBS: dict[str, tuple[Action, str]] = {
     "ls": (ls, LS_HELP),
     "show": (show, SHOW_HELP),
     "doctor": (doctor, DOCTOR_HELP),
-    "import": (import_records, IMPORT_HELP),
+    "plan": (plan_cell, PLAN_HELP),
     "matrix": (matrix, MATRIX_HELP),
     "report": (report, REPORT_HELP),
+    "compare": (compare, COMPARE_HELP),
+    "invalidate": (invalidate, INVALIDATE_HELP),
+    "export": (export, EXPORT_HELP),
+    "import": (import_records, IMPORT_HELP),
 }
 
 

@@ -46,6 +46,8 @@ def print_result(project: Project, done: CellRun, stream: TextIO | None = None) 
     for name, right in (("metric", False), ("value", True), ("\\[min, max]", False), ("roofline", True), ("", False)):
         table.add_column(name, justify="right" if right else "left", overflow="fold")
     for name, metric in METRICS.items():
+        if metric.optional and name not in record.metrics and name not in record.gaps:
+            continue
         if name in record.metrics:
             found = record.metrics[name]
             share = f"{found.roofline_pct:.1f} %" if found.roofline_pct is not None else ""

@@ -19,6 +19,8 @@ class Metric:
     protocol: str
     better: Literal["lower", "higher", "neither"]
     title: str
+    optional: bool = False
+    """Owed only by experiments that list it; a record without it has no gap for it."""
 
 
 _ALL = (
@@ -36,7 +38,20 @@ _ALL = (
     Metric("decode_bytes_per_token", "B", "counted@1", "lower", "Weight and state bytes read per decoded token"),
     Metric("expert_cosine", "cosine", "weight-cosine@1", "higher", "Expert weights' cosine to source"),
     Metric("ple_cosine", "cosine", "weight-cosine@1", "higher", "PLE table's cosine to source"),
+    # A device against the CPU, and agreement between the two: owed by stages that move an engine from one to the other.
+    Metric("prefill_multiple", "x", "multiple@1", "higher", "Prefill, device over CPU", optional=True),
+    Metric("decode_multiple", "x", "multiple@1", "higher", "Decode, device over CPU", optional=True),
+    Metric("end_to_end_multiple", "x", "multiple@1", "higher", "End to end, device over CPU", optional=True),
+    Metric("greedy_match_tokens", "tokens", "greedy@1", "higher", "Greedy ids equal before the first flip", optional=True),
+    Metric("greedy_compared_tokens", "tokens", "greedy@1", "neither", "Greedy ids compared", optional=True),
+    Metric("verify_max_rel_err", "fraction", "verify@1", "lower", "Largest relative error of any product, device against CPU", optional=True),
+    Metric("gemm_share", "fraction", "segments@1", "neither", "Share of time in matrix products", optional=True),
+    Metric("corpus_nll_mean", "nat", "nll@1", "lower", "Mean NLL over the fixed passages, token-weighted", optional=True),
+    Metric("nll_rel_diff", "fraction", "nll@1", "lower", "Relative difference of that NLL, device against CPU", optional=True),
 )
 
 METRICS: dict[str, Metric] = {m.name: m for m in _ALL}
 """Every metric the lab knows, in the order reports show them."""
+
+CORE = tuple(name for name, metric in METRICS.items() if not metric.optional)
+"""What every record owes: a number or a gap each."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -81,6 +81,14 @@ class Gap(_Strict):
         return self
 
 
+class GateResult(_Strict):
+    """One gate of admission (`lab.gates`): passed, partly (some metrics refused), stopped here, forced past, not checked, or not reached."""
+
+    gate: str
+    outcome: Literal["passed", "partly", "stopped", "forced", "not_checked", "not_reached"]
+    detail: str = ""
+
+
 class WorkerResult(_Strict):
     """What the child process hands to the parent: raw findings, before admission. `status` OK means only that it ran to the end."""
 
@@ -107,6 +115,7 @@ class Record(_Strict):
     metrics: dict[str, Measurement] = Field(default_factory=dict)
     gaps: dict[str, Gap] = Field(default_factory=dict)
     notes: list[str] = Field(default_factory=list)
+    gates: list[GateResult] = Field(default_factory=list)
     evidence: dict[str, Any] = Field(default_factory=dict)
     artifact: dict[str, Any] = Field(default_factory=dict)
     provenance: dict[str, Any] = Field(default_factory=dict)

@@ -23,6 +23,7 @@ from lab.engines.local import LocalEngine, is_out_of_memory, usable_cores, usabl
 from lab.errors import GapError, LabError
 from lab.measure.divergence import DivergenceTally, divergence_metrics
 from lab.measure.machine import machine_bounds
+from lab.measure.parity import step_parity
 from lab.measure.perplexity import PerplexityTally
 from lab.measure.reference import BATCH, OTHER_BATCH, load_reference
 from lab.measure.scoring import score_windows
@@ -93,6 +94,8 @@ class Attempt:
         self._keep_load(engine)
         try:
             self._score(engine, corpus, reference)
+            self.phase("parity", "steps against the whole")
+            self.result.evidence["parity"] = step_parity(engine, corpus)
         except ValueError as error:
             self.gap((*QUALITY, *SPEED), Status.NUMERIC_INVALID, _one_line(error))
         else:

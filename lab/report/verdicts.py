@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from lab.experiment import Hypothesis, matches
+from lab.registered import Hypothesis, OrderCriterion, matches
 from lab.matrix import Entry, Matrix, Row
 from lab.metrics import METRICS
 from lab.record import Measurement
@@ -49,6 +49,7 @@ class Comparison:
 def judge(matrix: Matrix, hypothesis: Hypothesis) -> Verdict:
     """Evaluate an order criterion on the current attempts."""
     rule = hypothesis.criterion
+    assert isinstance(rule, OrderCriterion)
     steps = tuple(next(r for r in matrix.rows if matches(r.point, {"path": path, "layers": rule.layers})) for path in rule.order)
     entries = [matrix.entry(row, rule.metric) for row in steps]
     missing = [f"{e.row.point['path']} is {e.gap.status}" for e in entries if e.gap]

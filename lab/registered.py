@@ -1,0 +1,207 @@
+"""What an experiment registers beside its cells: targets, criteria, reported claims, dead ends, facts and capacity accounts.
+
+Each is data with its source, fixed before the first run. A reported claim is somebody else's number: it stands in a report beside our cells and
+never inside them, and it passes the same plausibility rules. Texts may be given in one language or as {en: ..., zh: ...}.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
+
+from lab.metrics import METRICS
+
+LANGUAGES = ("en", "zh")
+_VALUE = re.compile(r"[A-Za-z0-9_.:/+-]+")
+
+
+def _plain(value: Any) -> Any:
+    """A value that can stand in one override: no list, no blank, and no comma (it would be a sweep, so more than one cell)."""
+    if not isinstance(value, str | int | float) or not _VALUE.fullmatch(as_text(value)):
+        raise ValueError(f"{value!r} is not a plain override value (letters, digits and _.:/+- only)")
+    return value
+
+
+def as_text(value: str | int | float | bool) -> str:
+    """The value as it is written on a command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _both_languages(value: str | dict[str, str]) -> str | dict[str, str]:
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError("a text must not be empty")
+    elif sorted(value) != sorted(LANGUAGES) or not all(text.strip() for text in value.values()):
+        raise ValueError(f"a text in several languages needs exactly {' and '.join(LANGUAGES)}")
+    return value
+
+
+Plain = Annotated[str | int | float | bool, PlainValidator(_plain)]
+Overrides = dict[str, Plain]
+Text = Annotated[str | dict[str, str], AfterValidator(_both_languages)]
+"""One text for every language, or one for each."""
+Comparison = Literal[">=", "<=", ">", "<"]
+
+
+def in_language(text: str | Mapping[str, str], language: str) -> str:
+    """The text in `language`; a text given once serves every language."""
+    return text if isinstance(text, str) else text[language]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A kind of number that others report. `beside` is our metric it is shown next to: related, but by whatever protocol they used."""
+
+    name: str
+    unit: str
+    title: str
+    beside: str | None = None
+
+
+QUANTITIES: dict[str, Quantity] = {
+    q.name: q
+    for q in (
+        Quantity("tg", "tok/s", "TG", "tg128_tok_s"),
+        Quantity("pp", "tok/s", "PP", "pp512_tok_s"),
+        Quantity("agg4", "tok/s", "4-way", "agg4_tg128_tok_s"),
+        Quantity("ppl", "ppl", "PPL", "ppl"),
+        Quantity("weight_cosine", "cosine", "Cosine of expert weights", "expert_cosine"),
+        Quantity("expert_us", "us", "CPU time per expert"),
+        Quantity("bytes", "GB", "Size"),
+        Quantity("prefill_multiple", "x", "Prefill, GPU over CPU", "prefill_multiple"),
+        Quantity("decode_multiple", "x", "Decode, GPU over CPU", "decode_multiple"),
+        Quantity("end_to_end_multiple", "x", "End to end, GPU over CPU", "end_to_end_multiple"),
+        Quantity("gemm_share", "fraction", "Share of time in matrix products", "gemm_share"),
+        Quantity("budget", "MB", "Budget"),
+        Quantity("slots", "slots", "Slots"),
+        Quantity("ratio", "x", "Ratio"),
+    )
+}
+"""What a reported claim can be about."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Target(_Strict):
+    """A value to reach. `where` picks the cells it applies to by their overrides; empty means all. `source` says who set it."""
+
+    metric: str
+    comparison: Comparison
+    value: float
+    unit: str
+    source: Text
+    where: Overrides = Field(default_factory=dict)
+
+
+class OrderCriterion(_Strict):
+    """Holds when `metric` rises strictly along the paths of `order`, all at the same number of layers."""
+
+    order: tuple[str, ...] = Field(min_length=2)
+    metric: str
+    layers: int = Field(ge=1)
+
+
+class ValueCriterion(_Strict):
+    """Holds when `metric` of the one cell picked by `where` compares with `value`, or with `value` times that metric of the cell `against`."""
+
+    metric: str
+    where: Overrides
+    comparison: Comparison
+    value: float
+    unit: str
+    against: Overrides | None = None
+
+
+class Hypothesis(_Strict):
+    """A claim with the criterion that decides it, both fixed before the first run. `id` also names its chart."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
+    statement: Text
+    criterion: OrderCriterion | ValueCriterion
+    source: Text | None = None
+
+
+class Question(_Strict):
+    """What the experiment wants to learn, where no single criterion decides it."""
+
+    id: str = Field(min_length=1)
+    statement: Text
+
+
+class Claim(_Strict):
+    """A number reported elsewhere. `where` names the cell it is about by overrides, `what` says it in words, `unknown` what is not told of its measuring.
+
+    `void` is the reason why even its author does not stand by it.
+    """
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    what: Text
+    quantity: str
+    value: float
+    unit: str
+    source: Text
+    unknown: Text
+    where: Overrides = Field(default_factory=dict)
+    void: Text | None = None
+
+
+class DeadEnd(_Strict):
+    """A way that was tried and closed. Cells that match `where` are not measured unless forced; without `where` it is only told."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
+    what: Text
+    evidence: Text
+    since: str = Field(min_length=1)
+    reopen: Text
+    source: Text
+    where: Overrides = Field(default_factory=dict)
+
+
+class ModelFact(_Strict):
+    """A fact of the stage that is no measurement: a size, a flag word, a setting; as text, with its source."""
+
+    name: Text
+    value: Text
+    source: Text
+
+
+class AccountTerm(_Strict):
+    """One term of a reported capacity account: `parts` name the components it may cover, with the bits per weight that would give it."""
+
+    label: Text
+    reported: float
+    parts: dict[str, float] = Field(default_factory=dict)
+
+
+class Account(_Strict):
+    """A sum of sizes as reported, to be derived from the model's geometry: terms, the claimed total, and the budget it was set against."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
+    statement: Text
+    source: Text
+    model: str
+    layers: int = Field(ge=1)
+    unit: Literal["GB", "GiB"]
+    terms: tuple[AccountTerm, ...] = Field(min_length=1)
+    total: float
+    budget: float | None = None
+    remark: Text | None = None
+
+
+def known_units(quantity: str) -> str | None:
+    """The unit of a reported quantity, or None for an unknown one. Names of our metrics are no quantities: a claim has its own protocol."""
+    return QUANTITIES[quantity].unit if quantity in QUANTITIES else None
+
+
+def matches(point: Mapping[str, str], where: Mapping[str, str | int | float | bool]) -> bool:
+    """True when the cell's overrides agree with every key of `where`."""
+    return all(point.get(key) == as_text(value) for key, value in where.items())
+
+
+assert all(q.beside is None or q.beside in METRICS for q in QUANTITIES.values())
