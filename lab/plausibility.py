@@ -1,0 +1,115 @@
+"""Plausibility across numbers: what no single measurement can show about itself.
+
+The same rules run over our measured cells and over numbers reported elsewhere: more layers cannot be faster than fewer, several sequences
+together cannot be slower than one alone, nothing exceeds the physical bound, a perplexity above the vocabulary size is worse than guessing. A flag
+names the numbers and says what does not fit; it cannot tell which of them is wrong, and no flag does not mean that a number is right.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+from lab.admission import MAX_ROOFLINE_PCT
+
+SENTENCES: Mapping[str, Mapping[str, str]] = {
+    "depth_inversion": {
+        "en": "{what}: {deep} at {deep_layers} layers is faster than {shallow} at {shallow_layers} layers; more layers are more work, so one of the two is"
+        " disturbed, mislabelled or measured differently",
+        "zh": "{what}:{deep_layers} 层的 {deep} 快于 {shallow_layers} 层的 {shallow};层数越多计算越多,两者之中必有一个受到干扰、标错或测法不同",
+    },
+    "aggregate_below_single": {
+        "en": "{what}: {count} sequences together reach {aggregate}, less than one alone at {single}; a batch cannot total less than its single stream",
+        "zh": "{what}:{count} 路合计 {aggregate},低于单路的 {single};一批的总和不应低于单路",
+    },
+    "above_bound": {
+        "en": "{what}: {value} is above the physical bound of {bound} ({basis})",
+        "zh": "{what}:{value} 高于物理上界 {bound}({basis})",
+    },
+    "above_vocabulary": {
+        "en": "{what}: a perplexity of {value} is above the vocabulary size {vocabulary}: worse than guessing",
+        "zh": "{what}:困惑度 {value} 高于词表大小 {vocabulary},比随机猜测还差",
+    },
+}
+RATES = ("pp", "tg", "agg4")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One number to be judged beside others. `series` holds all that is equal but the depth; `low` and `high` are its samples' extremes.
+
+    `quantity` is one of `lab.registered.QUANTITIES`; `bound` the physical bound in the same unit, with what it was computed from.
+    """
+
+    name: str
+    series: str
+    layers: int | None
+    quantity: str
+    value: float
+    low: float
+    high: float
+    bound: float | None = None
+    basis: str = ""
+    vocabulary: int | None = None
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A broken rule and the observations (by name) it casts doubt on."""
+
+    rule: str
+    names: tuple[str, ...]
+    facts: tuple[tuple[str, str], ...]
+
+    def sentence(self, language: str = "en") -> str:
+        """What does not fit, in one sentence without a full stop."""
+        return SENTENCES[self.rule][language].format(**dict(self.facts))
+
+
+def flags(observations: Iterable[Observation]) -> list[Flag]:
+    """Every broken rule among the observations, in a fixed order."""
+    known = list(observations)
+    found = [*_depth_inversions(known), *_weak_aggregates(known)]
+    for o in known:
+        if o.bound is not None and o.low > o.bound * MAX_ROOFLINE_PCT / 100:
+            found.append(_flag("above_bound", (o,), value=_rate(o.value), bound=_rate(o.bound), basis=o.basis))
+        if o.quantity == "ppl" and o.vocabulary is not None and o.value > o.vocabulary:
+            found.append(_flag("above_vocabulary", (o,), value=f"{o.value:g}", vocabulary=str(o.vocabulary)))
+    return found
+
+
+def _depth_inversions(known: list[Observation]) -> list[Flag]:
+    """Pairs of one series where the deeper is faster beyond both samples' extremes."""
+    groups: dict[tuple[str, str], list[Observation]] = defaultdict(list)
+    for o in known:
+        if o.layers is not None and o.quantity in RATES:
+            groups[o.series, o.quantity].append(o)
+    found = []
+    for members in groups.values():
+        for a, b in combinations(sorted(members, key=lambda o: o.layers or 0), 2):
+            if a.layers != b.layers and b.low > a.high:
+                facts = {"deep": _rate(b.value), "deep_layers": str(b.layers), "shallow": _rate(a.value), "shallow_layers": str(a.layers)}
+                found.append(_flag("depth_inversion", (a, b), **facts))
+    return found
+
+
+def _weak_aggregates(known: list[Observation]) -> list[Flag]:
+    singles = {(o.series, o.layers): o for o in known if o.quantity == "tg"}
+    found = []
+    for o in known:
+        single = singles.get((o.series, o.layers)) if o.quantity == "agg4" else None
+        if single is not None and o.high < single.low:
+            found.append(_flag("aggregate_below_single", (o, single), count="4", aggregate=_rate(o.value), single=_rate(single.value)))
+    return found
+
+
+def _flag(rule: str, about: tuple[Observation, ...], **facts: str) -> Flag:
+    what = about[0].series + ("" if about[0].layers is None or rule == "depth_inversion" else f", {about[0].layers} layers")
+    title = {"tg": "TG", "pp": "PP", "agg4": "4-way", "ppl": "PPL"}.get(about[0].quantity, about[0].quantity)
+    return Flag(rule, tuple(o.name for o in about), tuple({"what": f"{title}, {what}", **facts}.items()))
+
+
+def _rate(value: float) -> str:
+    return f"{value:.4g} tok/s" if value < 1e4 else f"{value:.0f} tok/s"
