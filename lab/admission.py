@@ -57,7 +57,7 @@ Refusal = tuple[Status, str]
 
 @dataclass
 class Decision:
-    """The admitted metrics, the gaps by name, and the raw metrics that were not admitted."""
+    """The admitted metrics, the gaps by name, and the raw metrics that were not admitted. `stopped_at` names the gate where the status does not."""
 
     status: Status
     reason: str = ""
@@ -66,6 +66,7 @@ class Decision:
     unadmitted: dict[str, Measurement] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     gates: list[GateResult] = field(default_factory=list)
+    stopped_at: str = ""
 
 
 def refuse(status: Status, reason: str, unadmitted: dict[str, Measurement] | None = None) -> Decision:
@@ -112,13 +113,32 @@ def decide(cell: Cell, result: WorkerResult, check: EvidenceCheck | None = None)
 def _refusals(result: WorkerResult) -> dict[str, Refusal]:
     """Why measurements may not stand as numbers, by metric. Speeds are judged last: beside invalid output none of them stands."""
     found = {name: refusal for name, m in result.metrics.items() if (refusal := result.gaps.get(name) or refusal_of(name, m, result))}
-    invalid = {**{name: gap for name, gap in result.gaps.items() if name in _OUTPUT}, **{name: gap for name, gap in found.items() if name in _OUTPUT}}
-    broken = [f"{name}: {reason}" for name, (status, reason) in invalid.items() if status is Status.NUMERIC_INVALID]
-    if broken:
+    if broken := _invalid_output(result):
         for name, measurement in result.metrics.items():
             if measurement.unit in _TIMED_UNITS and name not in found:
-                found[name] = (Status.NUMERIC_INVALID, f"a speed does not stand beside invalid output ({broken[0]})")
+                found[name] = (Status.NUMERIC_INVALID, f"a speed does not stand beside invalid output ({broken})")
     return found
+
+
+def _invalid_output(result: WorkerResult) -> str | None:
+    """What shows that the model put out nonsense: NaN that the worker met, or a score that cannot be. None if nothing does."""
+    for name in _OUTPUT:
+        status, reason = result.gaps.get(name, (Status.OK, ""))
+        if status is Status.NUMERIC_INVALID:
+            return f"{name}: {reason}"
+        if name in result.metrics and (impossible := _impossible(name, result.metrics[name])):
+            return impossible
+    return None
+
+
+def _impossible(name: str, found: Measurement) -> str | None:
+    """Which value lies outside what the metric can be, or None."""
+    low, high = _POSSIBLE.get(name, (None, None))
+    for value in (found.value, *found.samples):
+        if (low is not None and value < low - _ROUNDING) or (high is not None and value > high + _ROUNDING):
+            span = f"{low:g} to {'infinity' if high is None else format(high, 'g')}"
+            return f"{name} {value:.6g} is impossible: its values go from {span}"
+    return None
 
 
 def _parity_problem(evidence: dict[str, Any]) -> str | None:
@@ -158,11 +178,8 @@ def refusal_of(name: str, found: Measurement, result: WorkerResult) -> Refusal |
         return None
     if (found.unit, found.protocol) != (known.unit, known.protocol):
         return Status.NUMERIC_INVALID, f"measured in {found.unit} by {found.protocol}, but {name} is in {known.unit} by {known.protocol}"
-    low, high = _POSSIBLE.get(name, (None, None))
-    for value in (found.value, *found.samples):
-        if (low is not None and value < low - _ROUNDING) or (high is not None and value > high + _ROUNDING):
-            span = f"{low:g} to {'infinity' if high is None else format(high, 'g')}"
-            return Status.NUMERIC_INVALID, f"{name} {value:.6g} is impossible: its values go from {span}"
+    if impossible := _impossible(name, found):
+        return Status.NUMERIC_INVALID, impossible
     return _implausible(name, found, result)
 
 

@@ -60,8 +60,10 @@ Prints what can be chosen, with a word on paths that cannot run yet. Exit: 0, 2.
 
 DOCTOR_HELP = """python -m lab doctor
 
-Prints versions, the device, free disk, whether the MLflow store answers, and closes attempts left by killed processes.
-Exit: 0 ready to measure, 1 something is missing."""
+Looks at versions, GPUs (driver, memory in use by others, clocks and what holds them down), host memory, swap, load, cores, CPU clocks, pinned memory,
+disk, temporary folder, /dev/shm, environment variables, MLflow store and records, and prints what it found, with the fix where something is in the
+way (WARN, BAD; ? is not known). Every run makes the same checks and keeps them in its record. Also closes attempts left by killed processes.
+Exit: 0 ready to measure (warnings included), 1 something needed is missing or full."""
 
 PLAN_HELP = """python -m lab plan [key=value ...] [--json]
 
@@ -95,8 +97,8 @@ Sets an experiment's expected cells against the records: measured, gap or not ru
 
 REPORT_HELP = """python -m lab report experiment=NAME [lang=en|zh]
 
-Writes the experiment's stage report into reports/, as Markdown and as one self-contained HTML file, and prints the names of the files. Measures nothing. An existing report is not replaced
-while no record fills any of its cells. Exit: 0, 2."""
+Writes the experiment's stage report into reports/, as Markdown and as one self-contained HTML file, and prints the names of the files. Measures nothing.
+An existing report that shows measured values is not replaced by one that would show none. Exit: 0, 2."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lab.marks import Loc
 from lab.metrics import METRICS
-from lab.registered import QUANTITIES, OrderCriterion, Overrides, ValueCriterion, matches
+from lab.registered import QUANTITIES, OrderCriterion, Overrides, ValueCriterion, matches, pick
 
 if TYPE_CHECKING:
     from lab.experiment import Experiment
@@ -47,11 +47,11 @@ def findings(experiment: Experiment, stem: str) -> Iterator[Finding]:
         if not any(matches(point, target.where) for point in points):
             yield ("targets", index, "where"), "no expected cell matches"
     for index, hypothesis in enumerate(experiment.hypotheses):
-        place = ("hypotheses", index, "criterion")
+        criterion: Loc = ("hypotheses", index, "criterion")
         if isinstance(hypothesis.criterion, OrderCriterion):
-            yield from _order(experiment, points, hypothesis.criterion, place)
+            yield from _order(experiment, points, hypothesis.criterion, criterion)
         else:
-            yield from _value(experiment, points, hypothesis.criterion, place)
+            yield from _value(experiment, points, hypothesis.criterion, criterion)
     yield from _claims(experiment)
     for kind, entries in (("hypotheses", experiment.hypotheses), ("dead_ends", experiment.dead_ends), ("accounts", experiment.accounts)):
         yield from _repeated_ids(kind, [entry.id for entry in entries])
@@ -60,8 +60,9 @@ def findings(experiment: Experiment, stem: str) -> Iterator[Finding]:
 def _keys(experiment: Experiment) -> Iterator[Finding]:
     groups: list[tuple[Loc, Iterable[str]]] = [(("overrides",), experiment.overrides), (("axes",), experiment.axes)]
     groups += [(("cells", index), cell) for index, cell in enumerate(experiment.cells)]
-    for kind, entries in (("claims", experiment.claims), ("dead_ends", experiment.dead_ends), ("targets", experiment.targets)):
-        groups += [((kind, index, "where"), entry.where) for index, entry in enumerate(entries)]
+    groups += [(("claims", index, "where"), claim.where) for index, claim in enumerate(experiment.claims)]
+    groups += [(("dead_ends", index, "where"), dead_end.where) for index, dead_end in enumerate(experiment.dead_ends)]
+    groups += [(("targets", index, "where"), target.where) for index, target in enumerate(experiment.targets)]
     for place, keys in groups:
         for key in keys:
             if not _KEY.fullmatch(key):
@@ -96,10 +97,9 @@ def _value(experiment: Experiment, points: list[dict[str, str]], rule: ValueCrit
 
 
 def _one_cell(points: list[dict[str, str]], where: Overrides, place: Loc) -> Iterator[Finding]:
-    found = sum(matches(point, where) for point in points)
-    if found != 1:
+    if pick(points, where) is None:
         named = " ".join(f"{key}={value}" for key, value in where.items())
-        yield place, f"{named} must be one expected cell, once in the order; it is {found}"
+        yield place, f"{named} must be one expected cell, once in the order; {sum(matches(point, where) for point in points)} match"
 
 
 def _claims(experiment: Experiment) -> Iterator[Finding]:

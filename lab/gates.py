@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from lab.record import GateResult, Status
 
 GATES = ("identity", "dead_end", "artifact", "capacity", "load", "residency", "numeric", "parity", "speed", "plausibility")
-"""identity: path, engine and accelerator are what the cell names; residency: where the weights lie and which operations ran on them."""
+"""identity: code and files are those the record names; load: code and device for the path are there, and it loaded and ran to the end; residency: where
+the weights lie and which operations ran on them."""
 
 _STOPPED_AT = {
-    Status.UNSUPPORTED: "identity",
     Status.DEAD_END: "dead_end",
     Status.ARTIFACT_REFUSED: "artifact",
     Status.OOM_PREDICTED: "capacity",
@@ -37,13 +37,18 @@ def passed(gate: str, detail: str = "") -> GateResult:
     return GateResult(gate=gate, outcome="passed", detail=detail)
 
 
-def complete(known: Iterable[GateResult], status: Status, reason: str) -> list[GateResult]:
-    """Every gate once, in order: what is known of each, the one that stopped the cell, and what it did not reach.
+def forced(gate: str, detail: str) -> GateResult:
+    """The gate said no, and the command went on all the same."""
+    return GateResult(gate=gate, outcome="forced", detail=detail)
+
+
+def complete(known: Iterable[GateResult], status: Status, reason: str, stopped_at: str = "") -> list[GateResult]:
+    """Every gate once, in order: what is known of each, the one that stopped the cell (by default its status's), and what it did not reach.
 
     A cell that ended OK reached every gate; one of which nothing is known then was not checked.
     """
     found = {result.gate: result for result in known}
-    stop = None if status is Status.OK else gate_of(status)
+    stop = None if status is Status.OK else stopped_at or gate_of(status)
     results: list[GateResult] = []
     for gate in GATES:
         if gate == stop:

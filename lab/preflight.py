@@ -1,40 +1,87 @@
-"""What can be known before a child is started: the files are whole, the path has code, the disk has room.
+"""The gates before a child is started: the way is not closed, its code and device are there, the files are whole, it fits, the disk has room.
 
 A wrong file or command is a `LabError` (exit 2, nothing recorded), found for every cell of a sweep before the first one runs. A cell that
-is right but cannot be measured here and now is a `GapError`, which becomes a record. Passing does not promise that the model fits.
+is right but is not to be measured here and now is stopped at a gate, which becomes a record. Only what a cell needs is looked at: a closed way or a
+path without code needs no files. Passing does not promise that the model fits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lab.cell import Cell
+from lab.dead_ends import closed_way
+from lab.devices import accelerators
 from lab.errors import GapError, LabError
+from lab.gates import forced, passed
 from lab.project import Project
-from lab.record import Status
+from lab.record import GateResult, Status
 
 MIN_FREE_BYTES = 2 << 20
 """For the log of an attempt; the record has its own reserve."""
 
+LOCAL_ARCHITECTURES = ("qwen4_exp",)
+"""What the local engine has code for. Other architectures can be named, planned and registered."""
+
 Inspect = Callable[[Path], dict[str, Any]]
 
 
-def inspect_artifacts(project: Project, cells: Iterable[Cell], inspect: Inspect | None = None) -> dict[str, dict[str, Any]]:
+@dataclass
+class Clearance:
+    """What the gates found for one cell before anything was read or loaded. With `stop`, the cell ends there; `lines` tell a person why."""
+
+    gates: list[GateResult] = field(default_factory=list)
+    stop: tuple[Status, str] | None = None
+    lines: list[str] = field(default_factory=list)
+
+
+def clear(project: Project, cell: Cell, force: bool) -> Clearance:
+    """The gates that need no files. Raises LabError where an experiment file is wrong."""
+    found = Clearance()
+    closed = closed_way(project, cell)
+    if closed is None:
+        found.gates.append(passed("dead_end"))
+    elif force:
+        found.gates.append(forced("dead_end", closed.reason()))
+    else:
+        found.stop, found.lines = (Status.DEAD_END, closed.reason()), closed.lines()
+        return found
+    if why := _unsupported(cell):
+        found.stop = (Status.UNSUPPORTED, why)
+    return found
+
+
+def _unsupported(cell: Cell) -> str | None:
+    """Why this cell cannot run on this machine with this version, or None."""
+    if cell.path.unsupported is not None:
+        return cell.path.unsupported.strip()
+    if cell.engine == "local" and cell.model.arch not in LOCAL_ARCHITECTURES:
+        return f"the local engine has no code for the architecture {cell.model.arch} of {cell.model.name}"
+    if cell.device.expect is not None:
+        here = accelerators()
+        if not any(re.search(cell.device.expect, name, re.IGNORECASE) for name in here):
+            return f"device={cell.device.name} is not here: this machine has {', '.join(here) or 'no accelerator'}"
+    return None
+
+
+def inspect_artifacts(project: Project, cells: Iterable[Cell], force: bool = False, inspect: Inspect | None = None) -> dict[str, dict[str, Any]]:
     """Check the files of every cell, each file once; {cell hash: facts with sha256 and corpus_sha256}. Raises LabError.
 
-    A cell whose path cannot run needs no files, and has no sha256.
+    A cell that an earlier gate stops needs no files, and has no sha256.
     """
     look = cache(inspect or _inspect())
     digest = cache(_corpus_sha256)
     found: dict[str, dict[str, Any]] = {}
     for cell in cells:
         facts: dict[str, Any] = {"path": cell.model.artifact}
-        if cell.path.unsupported is None:
+        if clear(project, cell, force).stop is None:
             facts |= look(project.path(cell.model.artifact))
             layers = facts.get("layers")
             if isinstance(layers, int) and cell.layers > layers:
@@ -44,10 +91,8 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], inspect: Inspect 
     return found
 
 
-def check_cell(project: Project, cell: Cell) -> None:
-    """Raise GapError where the cell cannot be measured here and now."""
-    if cell.path.unsupported is not None:
-        raise GapError(Status.UNSUPPORTED, cell.path.unsupported.strip())
+def check_disk(project: Project) -> None:
+    """Raise GapError where the records folder has no room."""
     free = shutil.disk_usage(project.runs).free
     if free < MIN_FREE_BYTES:
         needed = f"{MIN_FREE_BYTES >> 20} MiB needed"

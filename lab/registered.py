@@ -7,7 +7,7 @@ never inside them, and it passes the same plausibility rules. Texts may be given
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -202,6 +202,17 @@ def known_units(quantity: str) -> str | None:
 def matches(point: Mapping[str, str], where: Mapping[str, str | int | float | bool]) -> bool:
     """True when the cell's overrides agree with every key of `where`."""
     return all(point.get(key) == as_text(value) for key, value in where.items())
+
+
+def pick(points: Sequence[Mapping[str, str]], where: Mapping[str, str | int | float | bool]) -> int | None:
+    """The position of the one point that `where` names, or None: the match with the fewest keys of its own, where only one has so few.
+
+    A point that differs from a plain one by an extra override then does not stand in the plain one's way.
+    """
+    found = sorted((len(point), index) for index, point in enumerate(points) if matches(point, where))
+    if not found or (len(found) > 1 and found[0][0] == found[1][0]):
+        return None
+    return found[0][1]
 
 
 assert all(q.beside is None or q.beside in METRICS for q in QUANTITIES.values())

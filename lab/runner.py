@@ -20,16 +20,19 @@ import psutil
 
 from lab import admission, provenance
 from lab.admission import Decision, EvidenceCheck, refuse
+from lab.assemble import as_infra, assemble, ending_problem, moved_problem
 from lab.cell import Cell
 from lab.child import run_child
+from lab.dead_ends import registered_files
 from lab.errors import GapError
 from lab.events import Outcome
 from lab.fill import fill_command
+from lab.gates import passed
 from lab.locks import GaveUpError, hold
-from lab.preflight import check_cell
+from lab.preflight import Clearance, check_disk, clear
 from lab.project import Project, say
 from lab.reconcile import reconcile
-from lab.record import Gap, Record, Status, WorkerResult
+from lab.record import GateResult, Record, Status
 from lab.signals import StopSignals
 from lab.store import LOG, Attempt, Store, Stored, write_fallback
 from lab.tracking import Mirrored, Tracker
@@ -63,10 +66,10 @@ class Runner:
         files = {name: str(artifact.get(name, "not inspected")) for name in ("sha256", "corpus_sha256")}
         return provenance.resume_key(cell, files, self.worker_argv)
 
-    def run(self, cell: Cell, artifact: dict[str, Any], stop: StopSignals, skip_ok: bool, position: str = "") -> CellRun:
+    def run(self, cell: Cell, artifact: dict[str, Any], stop: StopSignals, skip_ok: bool, position: str = "", force: bool = False) -> CellRun:
         """Measure `cell`, or with `skip_ok` take over its newest result if that is OK under the same resume key.
 
-        Waits for its turn. Raises StoppedError if a stop is asked for meanwhile.
+        `force` goes past a dead end and a predicted misfit; the record says so. Waits for its turn. Raises StoppedError if a stop is asked for meanwhile.
         """
         label = f"{position}{cell.id}"
         with ExitStack() as turn:
@@ -88,7 +91,7 @@ class Runner:
             if stop.received:
                 raise StoppedError(stop.received)
             say(f"{label}: started")
-            done = self._attempt(cell, skeleton, stop)
+            done = self._attempt(cell, skeleton, stop, force)
             # Still under the lock: loading MLflow takes a core for seconds, which would disturb the next one's measurement.
             return self._mirror(done, left_over)
 
@@ -105,30 +108,49 @@ class Runner:
         refused = refuse(Status.INFRA, f"{self.project.short(self.project.runs)}: {_reason(error)}")
         return self._fallback(self._record(skeleton, 0, refused))
 
-    def _attempt(self, cell: Cell, skeleton: dict[str, Any], stop: StopSignals) -> CellRun:
+    def _attempt(self, cell: Cell, skeleton: dict[str, Any], stop: StopSignals, force: bool) -> CellRun:
         me = psutil.Process()
         try:
             attempt = self.store.open_attempt(cell, {"pid": me.pid, "process_started": me.create_time(), "record": skeleton})
         except OSError as error:
             return self._unopened(skeleton, error)
+        gates = [passed("identity", f"cell {cell.hash[:12]}, code {skeleton['provenance']['code_sha256'][:12]}")]
         try:
             try:
-                check_cell(self.project, cell)
+                clearance = clear(self.project, cell, force)
+                gates += clearance.gates
+                if clearance.stop is not None:
+                    return self._store(attempt, self._stopped(skeleton, attempt.number, clearance, gates))
+                gates += self._before_loading(cell, skeleton, force)
                 outcome = self._child(cell, attempt, stop)
                 decision = self._judge(cell, outcome, skeleton)
-                record = self._record(skeleton, attempt.number, decision, outcome)
+                record = self._record(skeleton, attempt.number, decision, outcome, gates)
             except OSError as error:
-                record = self._record(skeleton, attempt.number, refuse(Status.INFRA, f"the worker could not be started: {_reason(error)}"))
+                refused = refuse(Status.INFRA, f"the worker could not be started: {_reason(error)}")
+                record = self._record(skeleton, attempt.number, refused, gates=gates)
             except GapError as gap:
-                record = self._record(skeleton, attempt.number, refuse(gap.status, gap.reason))
+                record = self._record(skeleton, attempt.number, refuse(gap.status, gap.reason), gates=gates)
             except BaseException as error:
                 # A bug of the lab itself: it keeps its traceback, and the attempt its record.
                 bug = refuse(Status.CRASHED, f"the lab itself failed: {type(error).__name__}: {_one_line(error)}")
-                self._store(attempt, self._record(skeleton, attempt.number, bug))
+                self._store(attempt, self._record(skeleton, attempt.number, bug, gates=gates))
                 raise
             return self._store(attempt, record)
         finally:
             attempt.close()
+
+    def _stopped(self, skeleton: dict[str, Any], number: int, clearance: Clearance, gates: list[GateResult]) -> Record:
+        """The record of a cell that a gate stopped before any work, with the reason on the screen."""
+        assert clearance.stop is not None
+        for line in clearance.lines:
+            say(line)
+        return self._record(skeleton, number, refuse(*clearance.stop), gates=gates)
+
+    def _before_loading(self, cell: Cell, skeleton: dict[str, Any], force: bool) -> list[GateResult]:
+        """The gates between the files and the child. Raises GapError where one of them stops the cell."""
+        artifact = skeleton["artifact"]
+        check_disk(self.project)
+        return [passed("artifact", f"sha256 {str(artifact.get('sha256'))[:12]}")]
 
     def _child(self, cell: Cell, attempt: Attempt, stop: StopSignals) -> Outcome:
         job = {"cell": cell.model_dump(mode="json"), "cache_dir": str(self.project.cache), "root": str(self.project.root)}
@@ -136,9 +158,11 @@ class Runner:
         return run_child(self.worker_argv, job, cwd=self.project.root, log=log, timeout_s=timeout_s, stop=stop, on_phase=_progress)
 
     def _judge(self, cell: Cell, outcome: Outcome, skeleton: dict[str, Any]) -> Decision:
-        problem = _ending(cell, outcome) or _moved(skeleton, outcome.result)
-        if problem:
-            return refuse(*problem, outcome.result.metrics if outcome.result else outcome.metrics)
+        found = outcome.result.metrics if outcome.result else outcome.metrics
+        if problem := ending_problem(cell, outcome):
+            return refuse(*problem, found)
+        if moved := moved_problem(skeleton, outcome.result):
+            return replace(refuse(*moved, found), stopped_at="identity")
         assert outcome.result is not None
         return admission.decide(cell, outcome.result, self.evidence)
 
@@ -150,48 +174,24 @@ class Runner:
             "cell_hash": cell.hash,
             "cell": cell.model_dump(mode="json"),
             "artifact": artifact or {"path": cell.model.artifact},
-            "provenance": {**provenance.provenance(self.project.root, self.worker_argv), "fill": fill_command(self.project, cell)},
+            "provenance": {
+                **provenance.provenance(self.project.root, self.worker_argv),
+                "experiments": registered_files(self.project),
+                "fill": fill_command(self.project, cell),
+            },
             "resume_key": self.resume_key(cell, artifact),
             "started_at": started,
         }
 
-    def _record(self, skeleton: dict[str, Any], number: int, decision: Decision, outcome: Outcome | None = None) -> Record:
-        fill = skeleton["provenance"]["fill"]
-        result = outcome.result if outcome else None
-        evidence: dict[str, Any] = dict(result.evidence) if result else {}
-        notes = [*(result.notes if result else []), *decision.notes]
-        origin = dict(skeleton["provenance"])
-        if decision.unadmitted:
-            evidence["unadmitted_metrics"] = {name: m.model_dump(mode="json") for name, m in decision.unadmitted.items()}
-        if outcome:
-            notes += [outcome.log_error] if outcome.log_error else []
-            origin["worker"] = {"ended": outcome.ended, "exit_code": outcome.exit_code, "signal": outcome.killed_by}
-            origin["phases"] = outcome.phases
-            if decision.status is not Status.OK:
-                evidence["log_tail"] = outcome.log_tail
-        if result:
-            origin["environment"] = result.environment
-        if self.worker_argv != WORKER_ARGV:
-            notes.append(f"measured by another worker than lab.worker: {' '.join(self.worker_argv)}")
-        started = skeleton["started_at"]
-        return Record(
-            **{**skeleton, "artifact": {**skeleton["artifact"], **(result.artifact if result else {})}, "provenance": origin},
-            attempt=number,
-            status=decision.status,
-            reason=decision.reason,
-            metrics=decision.metrics,
-            gaps={name: Gap(status=s, reason=r, fill=fill) for name, (s, r) in decision.gaps.items()},
-            notes=notes,
-            evidence=evidence,
-            finished_at=provenance.utc_now(),
-            elapsed_s=round(provenance.seconds_since(started), 3),
-        )
+    def _record(self, skeleton: dict[str, Any], number: int, decision: Decision, outcome: Outcome | None = None, gates: Sequence[GateResult] = ()) -> Record:
+        other = () if self.worker_argv == WORKER_ARGV else (f"measured by another worker than lab.worker: {' '.join(self.worker_argv)}",)
+        return assemble(skeleton, number, decision, outcome, gates, other)
 
     def _store(self, attempt: Attempt, record: Record) -> CellRun:
         try:
             return CellRun(record, self.store.finish(attempt.folder, record))
         except OSError as error:
-            return self._fallback(_as_infra(record, _reason(error)), attempt)
+            return self._fallback(as_infra(record, _reason(error)), attempt)
 
     def _fallback(self, record: Record, attempt: Attempt | None = None) -> CellRun:
         """Keep the record outside runs/. It is mirrored when it is moved back, under its final attempt number."""
@@ -213,53 +213,8 @@ class Runner:
         return replace(done, mirrored=mirrored)
 
 
-def _ending(cell: Cell, outcome: Outcome) -> tuple[Status, str] | None:
-    """Why the way the child ended leaves no valid result, or None."""
-    last = f"; last log line: {outcome.log_tail[-1][:200]}" if outcome.log_tail else ""
-    if outcome.ended == "interrupted":
-        return Status.CRASHED, f"interrupted by {outcome.stop_signal}"
-    if outcome.ended == "timeout":
-        return Status.TIMEOUT, f"not finished after bench.timeout_s={cell.bench.timeout_s:g} s, in phase {_phase(outcome)}{last}"
-    if outcome.killed_by:
-        memory = " (out of memory is a common cause)" if outcome.killed_by == "SIGKILL" else ""
-        return Status.CRASHED, f"the worker was ended by {outcome.killed_by}{memory} in phase {_phase(outcome)}{last}"
-    if outcome.result is None:
-        code = f" (exit code {outcome.exit_code})" if outcome.exit_code else ""
-        return Status.CRASHED, f"{outcome.problem}{code} in phase {_phase(outcome)}{last}"
-    if outcome.exit_code and outcome.result.status is Status.OK:
-        return Status.CRASHED, f"the worker reported OK and then ended with exit code {outcome.exit_code}{last}"
-    return None
-
-
-def _moved(skeleton: dict[str, Any], result: WorkerResult | None) -> tuple[Status, str] | None:
-    """Whether the worker ran other code or other files than the record names: both are read again by the child, minutes later."""
-    if result is None:
-        return None
-    ran, files = result.environment.get("code_sha256"), result.artifact.get("sha256")
-    if ran is not None and ran != skeleton["provenance"]["code_sha256"]:
-        return Status.INFRA, "the code under lab/ changed between start and measurement; run it again"
-    if files is not None and files != skeleton["artifact"].get("sha256"):
-        return Status.INFRA, f"{skeleton['cell']['model']['artifact']}: the files changed between check and measurement; run it again"
-    return None
-
-
-def _phase(outcome: Outcome) -> str:
-    return outcome.phases[-1]["name"] if outcome.phases else "start"
-
-
 def _progress(name: str, detail: str, elapsed_s: float) -> None:
     say(f"  [{elapsed_s:7.1f} s] {name}{': ' + detail if detail else ''}")
-
-
-def _as_infra(record: Record, reason: str) -> Record:
-    """The record, with its numbers set aside: what could not be stored where reports look is no result yet."""
-    kept = {name: m.model_dump(mode="json") for name, m in record.metrics.items()}
-    decision = refuse(Status.INFRA, f"{reason} while writing the record; the cell had ended as {record.status}")
-    evidence = {**record.evidence, "unadmitted_metrics": {**record.evidence.get("unadmitted_metrics", {}), **kept}}
-    fill = record.provenance["fill"]
-    gaps = {name: Gap(status=s, reason=r, fill=fill) for name, (s, r) in decision.gaps.items()}
-    changed = {"status": decision.status, "reason": decision.reason, "metrics": {}, "gaps": gaps, "evidence": evidence}
-    return record.model_copy(update=changed)
 
 
 def _reason(error: OSError) -> str:

@@ -39,14 +39,14 @@ def run_cells(
         multirun, wanted = True, plan_experiment(project, overrides)
     else:
         wanted = plan(project, overrides, multirun)
-    artifacts = inspect_artifacts(project, wanted.cells, inspect)
+    artifacts = inspect_artifacts(project, wanted.cells, wanted.force, inspect)
     runner = runner or Runner(project)
     done: list[CellRun] = []
     with StopSignals() as stop:
         for index, cell in enumerate(wanted.cells, 1):
             position = f"[{index}/{len(wanted.cells)}] " if multirun else ""
             try:
-                result = runner.run(cell, artifacts[cell.hash], stop, multirun and not wanted.force, position)
+                result = runner.run(cell, artifacts[cell.hash], stop, multirun and not wanted.force, position, wanted.force)
             except StoppedError:
                 break
             done.append(result)

@@ -128,7 +128,9 @@ class Attempt:
         resident = engine.binder.resident()
         total = sum(entry["bytes"] for entry in resident)
         self.keep(
-            load_s=_value("load_s", engine.load_s, {"encoding": "from source precision at load", "file_cache": "read once before, by the check of the digest"}),
+            load_s=_value(
+                "load_s", engine.load_s, {"encoding": "from source precision at load", "cache_state": "files read once before, by the check of the digest"}
+            ),
             resident_bytes=_value("resident_bytes", total, {"by_component": resident}),
         )
         cosines = engine.binder.cosines()

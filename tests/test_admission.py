@@ -10,7 +10,8 @@ import pytest
 
 from lab.admission import Decision, decide
 from lab.cell import Cell
-from lab.metrics import METRICS
+from lab.gates import GATES
+from lab.metrics import CORE
 from lab.record import Measurement, Status, WorkerResult
 from tests.runner_helpers import cell_of, make_project
 
@@ -39,13 +40,13 @@ def test_good_findings_are_admitted_and_the_rest_is_a_gap(cell: Cell) -> None:
     assert set(decision.metrics) == {"ppl", "tg128_tok_s"}
     assert decision.gaps["kld_mean"] == (Status.NOT_RUN, "no reference")
     assert decision.gaps["load_s"][0] is Status.NOT_RUN
-    assert decision.metrics.keys() | decision.gaps.keys() == METRICS.keys()
+    assert decision.metrics.keys() | decision.gaps.keys() == set(CORE)
 
 
 def test_a_worker_that_failed_admits_nothing(cell: Cell) -> None:
     decision = judge(cell, status=Status.OOM, reason="too big")
     assert (decision.status, decision.reason, decision.metrics) == (Status.OOM, "too big", {})
-    assert set(decision.gaps) == set(METRICS)
+    assert set(decision.gaps) == set(CORE)
     assert set(decision.unadmitted) == {"ppl", "tg128_tok_s"}
 
 
@@ -79,7 +80,8 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "found", "status", "reason"), REFUSED, ids=[f"{n}-{r}" for n, _, _, r in REFUSED])
 def test_a_metric_that_cannot_be_right_becomes_a_gap_alone(cell: Cell, name: str, found: Measurement, status: Status, reason: str) -> None:
     metrics = {"ppl": Measurement(value=9.5, unit="ppl", protocol="ppl/window@1"), "tg128_tok_s": rate(GOOD)}
-    other = "tg128_tok_s" if name == "ppl" else "ppl"
+    metrics["load_s"] = Measurement(value=2.5, unit="s", protocol="load@1")
+    other = "load_s" if name == "ppl" else "ppl"
     decision = judge(cell, metrics=metrics | {name: found})
     assert decision.status is Status.OK
     assert other in decision.metrics
@@ -114,9 +116,35 @@ def test_bits_per_byte_falls_with_its_perplexity(cell: Cell) -> None:
 
 
 def test_a_metric_the_worker_itself_doubts_is_a_gap(cell: Cell) -> None:
-    decision = judge(cell, gaps={"ppl": (Status.NUMERIC_INVALID, "NaN in window 3")})
+    load = {"load_s": Measurement(value=2.5, unit="s", protocol="load@1")}
+    decision = judge(cell, metrics=load, gaps={"ppl": (Status.NUMERIC_INVALID, "NaN in window 3")})
     assert "ppl" not in decision.metrics
     assert decision.gaps["ppl"] == (Status.NUMERIC_INVALID, "NaN in window 3")
+
+
+def test_no_speed_stands_beside_invalid_output(cell: Cell) -> None:
+    metrics = {"tg128_tok_s": rate(GOOD), "load_s": Measurement(value=2.5, unit="s", protocol="load@1")}
+    decision = judge(cell, metrics=metrics, gaps={"ppl": (Status.NUMERIC_INVALID, "NaN in window 3")})
+    assert set(decision.metrics) == {"load_s"}
+    assert decision.gaps["tg128_tok_s"] == (Status.NUMERIC_INVALID, "a speed does not stand beside invalid output (ppl: NaN in window 3)")
+    assert decision.unadmitted["tg128_tok_s"] == metrics["tg128_tok_s"]
+
+
+def test_a_model_that_disagrees_with_itself_admits_nothing(cell: Cell) -> None:
+    parity = {"tokens": 64, "kld_mean": 0.5, "tolerance": 1e-6}
+    decision = judge(cell, evidence={"parity": parity})
+    assert decision.status is Status.PARITY_FAILED and not decision.metrics
+    assert "mean KLD of 0.5, above 1e-06" in decision.reason
+    assert judge(cell, evidence={"parity": parity | {"kld_mean": 1e-7}}).status is Status.OK
+
+
+def test_the_gates_of_an_admitted_cell_say_what_each_found(cell: Cell) -> None:
+    decision = judge(cell, metrics={"ppl": Measurement(value=9.5, unit="ppl", protocol="ppl/window@1"), "tg128_tok_s": rate([50.0] * 5)})
+    found = {g.gate: g for g in decision.gates}
+    assert list(found) == list(GATES[GATES.index("load") :])
+    assert found["plausibility"].outcome == "partly" and "without any spread" in found["plausibility"].detail
+    assert found["parity"].outcome == "not_checked"
+    assert found["numeric"].outcome == found["residency"].outcome == "passed"
 
 
 def test_an_unknown_metric_is_noted_and_left_out(cell: Cell) -> None:

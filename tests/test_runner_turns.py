@@ -169,10 +169,10 @@ def test_a_file_system_that_times_out_is_a_record_and_no_stop(project: Project, 
 
 def test_a_sweep_that_did_not_reach_every_cell_is_not_ok(project: Project) -> None:
     class Stops(Runner):
-        def run(self, cell: Cell, artifact: dict[str, object], stop: StopSignals, skip_ok: bool, position: str = "") -> CellRun:
+        def run(self, cell: Cell, artifact: dict[str, object], stop: StopSignals, skip_ok: bool, position: str = "", force: bool = False) -> CellRun:
             if cell.layers == 6:
                 raise StoppedError("stop")
-            return super().run(cell, artifact, stop, skip_ok, position)
+            return super().run(cell, artifact, stop, skip_ok, position, force)
 
     stops = Stops(project, WORKER, lambda *_: [])
     stops.tracker = fake_runner(project).tracker

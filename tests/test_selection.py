@@ -14,7 +14,7 @@ PROJECT = find_project()
 
 def test_all_cells_of_the_experiment() -> None:
     found = plan_experiment(PROJECT, ["experiment=nano"])
-    assert len(found.cells) == 27 and not found.force
+    assert len(found.cells) == 28 and not found.force
     assert {c.path.name for c in found.cells} >= {"reference", "expert_q2", "kestrel_vqf"}
 
 

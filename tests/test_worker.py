@@ -17,14 +17,15 @@ from lab.artifacts import Checkpoint
 from lab.cell import BenchSpec, Cell, ComponentPlan, DeviceSpec, EvidenceRule, ModelSpec, PathSpec
 from lab.codecs import create
 from lab.counters import Counters
+from lab.engines.local import LocalEngine
 from lab.engines.path_binder import PathBinder
 from lab.errors import GapError
 from lab.evidence import check
 from lab.measure import throughput
 from lab.measure.machine import machine_bounds
-from lab.metrics import METRICS
+from lab.metrics import CORE
 from lab.models.qwen4_exp.config import from_file
-from lab.models.qwen4_exp.model import Qwen4Exp
+from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
 from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
 from lab.record import Status, WorkerResult
 from lab.worker import Attempt
@@ -94,10 +95,28 @@ def test_every_metric_is_measured_and_admitted(q2: WorkerResult) -> None:
     decision = decide(a_cell(Q2), q2)
     assert decision.status is Status.OK, decision.reason
     # A disturbed machine may refuse single speeds; nothing may be missing without being a gap.
-    assert set(decision.metrics) | set(decision.gaps) == set(METRICS)
+    assert set(decision.metrics) | set(decision.gaps) == set(CORE)
     assert decision.gaps.pop("bits_per_byte")[0] is Status.UNSUPPORTED, "the tiny tokenizer is word-level"
     assert set(decision.gaps) <= {"pp512_tok_s", "tg128_tok_s", "agg4_tg128_tok_s"}
     assert "not meaningful" in q2.notes[0]
+
+
+def test_steps_agree_with_the_whole(q2: WorkerResult) -> None:
+    parity = q2.evidence["parity"]
+    assert parity["tokens"] == 64 and parity["kld_mean"] < parity["tolerance"] == 1e-6 and parity["top1_agreement"] == 1.0
+
+
+def test_a_state_that_forgets_is_found_before_its_speed_is_believed(root: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepping = LocalEngine.logits
+
+    def forgetful(self: LocalEngine, ids: Tensor, state: ModelState | None = None, last_only: bool = False) -> Tensor:
+        fresh = None if state is None or ids.shape[1] > 1 else self.new_state(ids.shape[0], 1)
+        return stepping(self, ids, fresh or state, last_only)
+
+    monkeypatch.setattr(LocalEngine, "logits", forgetful)
+    decision = decide(a_cell(Q2), attempt(a_cell(Q2), root, cache))
+    assert decision.status is Status.PARITY_FAILED and not decision.metrics
+    assert "the state kept between steps is wrong" in decision.reason and "tg128_tok_s" in decision.unadmitted
 
 
 def test_details_say_how_it_was_measured(q2: WorkerResult) -> None:
@@ -108,6 +127,7 @@ def test_details_say_how_it_was_measured(q2: WorkerResult) -> None:
         found = q2.metrics[name]
         assert len(found.samples) == 5 and found.min == min(found.samples) and found.max == max(found.samples)
         assert found.details["realised_tokens"] == found.details["requested_tokens"] == tokens
+        assert "warmed up" in found.details["cache_state"]
         assert found.roofline_pct is not None and found.roofline_pct > 0
 
 
@@ -172,7 +192,7 @@ def test_experts_secretly_routed_elsewhere_are_not_this_path(
     monkeypatch.setattr(PackedExperts, "__call__", replacement)
     decision = decide(a_cell(Q2), attempt(a_cell(Q2), root, cache))
     assert decision.status is Status.PATH_NOT_EXECUTED and sentence in decision.reason
-    assert not decision.metrics and set(decision.gaps) == set(METRICS) and "ppl" in decision.unadmitted
+    assert not decision.metrics and set(decision.gaps) == set(CORE) and "ppl" in decision.unadmitted
 
 
 def _trunk_around_the_counters(self: PackedLinear, x: Tensor) -> Tensor:
