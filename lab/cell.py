@@ -48,6 +48,23 @@ class EvidenceRule(_Frozen):
     residency: float = Field(default=1.0, ge=0.0, le=1.0)
 
 
+class ServerSpec(_Frozen):
+    """For engine=server: an OpenAI-compatible endpoint, and the command that starts it (none: it runs already, and is left running)."""
+
+    url: str = "http://127.0.0.1:8000/v1"
+    model: str = ""
+    """The model name sent in requests; empty: the first one that the server lists."""
+    command: tuple[str, ...] = ()
+    """The start command as words; {artifact}, {layers} and {port} are filled in. Never through a shell."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    health: str = "/health"
+    """Path, from the server's root, that answers 200 when requests can be sent."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    request_timeout_s: float = Field(default=120.0, gt=0)
+    lossy: tuple[str, ...] = ()
+    """Switches of this stack that trade quality for speed, by name: they stand beside every number."""
+
+
 class PathSpec(_Frozen):
     """A migration path: a codec and a placement per component, and the evidence that it ran. `unsupported` says why it cannot run yet."""
 
@@ -57,6 +74,7 @@ class PathSpec(_Frozen):
     evidence: tuple[EvidenceRule, ...] = ()
     reference: bool = False
     unsupported: str | None = None
+    server: ServerSpec | None = None
 
 
 class BenchSpec(_Frozen):
@@ -123,10 +141,12 @@ class Cell(_Frozen):
     def identity(self) -> dict[str, Any]:
         """The fields that define the measurement: no titles, no time allowed, no figures for planning.
 
-        Fields that came later (`placement`, `mode`) count only when set, so that cells measured before keep their hash.
+        Fields that came later (`placement`, `mode`, `path.server`) count only when set, so that cells measured before keep their hash.
         """
         data = self.model_dump(mode="json")
         data["path"].pop("title")
+        if self.path.server is None:
+            data["path"].pop("server")
         data["bench"].pop("timeout_s")
         data["model"].pop("geometry")
         data["device"] = {key: data["device"][key] for key in ("name", "torch_device", "compute_dtype", "threads")}

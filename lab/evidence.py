@@ -21,7 +21,7 @@ _ALWAYS = ("experts", "trunk", "head")
 
 
 def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
-    """Findings against the cell's path, worst first; empty when the evidence holds. `evidence` is the worker's (see `lab.worker`)."""
+    """Findings against the cell's path, worst first; empty when the evidence holds. `evidence` is the worker's (see `lab.engines.local_attempt`)."""
     if missing := [key for key in _REQUIRED if key not in evidence]:
         return [(Status.PATH_NOT_EXECUTED, f"the worker reported no {', '.join(missing)}: nothing shows that the path ran")]
     if evidence["layers"] != cell.layers:

@@ -1,210 +1,30 @@
-"""The child process of one attempt: loads the path, measures it, hands its findings to the parent as events.
+"""The child process of one attempt: reads the job, lets the cell's engine measure it, passes the findings on as events.
 
-It knows nothing of MLflow, reports or statuses of other cells. Order: load, then quality (perplexity, divergence), then speed; a path whose numbers are
-not finite is not timed. What one measurement cannot give becomes that metric's gap with the reason; only a failed load ends the attempt. Whether its
-numbers may be believed is decided by the parent from the evidence it returns.
+One process per attempt, so that nothing of one cell - memory, caches, a poisoned GPU - reaches the next. Which engine runs is looked up by name, and
+only that engine is imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
 
-import torch
-
-from lab.artifacts import inspect
+from lab.attempt import Attempt
 from lab.cell import Cell
-from lab.engines.local import LocalEngine, is_out_of_memory, usable_cores, usable_device
-from lab.errors import GapError, LabError
-from lab.measure.divergence import DivergenceTally, divergence_metrics
-from lab.measure.machine import machine_bounds
-from lab.measure.parity import step_parity
-from lab.measure.perplexity import PerplexityTally
-from lab.measure.reference import BATCH, OTHER_BATCH, load_reference
-from lab.measure.scoring import score_windows
-from lab.measure.text import Corpus, load_corpus
-from lab.measure.throughput import LANES, decode_rate, prefill_rate
-from lab.metrics import METRICS
-from lab.models import inventory
-from lab.provenance import code_sha256
-from lab.record import Measurement, Status, WorkerResult
 
-QUALITY = ("ppl", "bits_per_byte", "kld_mean", "kld_p99", "top1_agreement")
-SPEED = ("pp512_tok_s", "tg128_tok_s", "agg4_tg128_tok_s", "decode_bytes_per_token")
-_COSINES = {"expert_cosine": "experts", "ple_cosine": "ple"}
+ENGINES = {"local": "lab.engines.local_attempt:LocalAttempt"}
+"""Engine of a cell -> the class that measures it."""
 
 
-class Attempt:
-    """One run of one cell. `result` grows while it runs; `events` is the pipe to the parent."""
-
-    def __init__(self, cell: Cell, root: Path, cache: Path, events: IO[str]) -> None:
-        self.cell, self.root, self.cache, self.events = cell, root, cache, events
-        self.result = WorkerResult(status=Status.OK)
-
-    def phase(self, name: str, detail: str = "") -> None:
-        """Tells the parent what begins now."""
-        self._emit({"event": "phase", "name": name, "detail": detail})
-
-    def _emit(self, event: dict[str, Any]) -> None:
-        self.events.write(json.dumps(event) + "\n")
-        self.events.flush()
-
-    def keep(self, **found: Measurement) -> None:
-        """Stores measurements and passes them on at once, so that a later crash does not hide them."""
-        self.result.metrics |= found
-        for name, measurement in found.items():
-            self._emit({"event": "metric", "name": name, "measurement": measurement.model_dump(mode="json")})
-
-    def gap(self, names: tuple[str, ...], status: Status, reason: str) -> None:
-        """Metrics that will have no value, and why."""
-        self.result.gaps |= {name: (status, reason) for name in names if name not in self.result.metrics}
-
-    def run(self) -> None:
-        """Measures everything and emits the result."""
-        torch.manual_seed(0)
-        try:
-            self._measure()
-        except GapError as error:
-            self.result.status, self.result.reason = error.status, _one_line(error)
-        except LabError as error:
-            self.result.status, self.result.reason = Status.LOAD_FAILED, _one_line(error)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self.result.status, self.result.reason = Status.OOM, _one_line(error)
-        self._emit({"event": "result", "result": self.result.model_dump(mode="json")})
-
-    def _measure(self) -> None:
-        cell = self.cell
-        self.phase("check", cell.model.artifact)
-        device = usable_device(cell.device.torch_device)
-        self.result.environment = environment(device)
-        self.result.artifact = inspect(self.root / cell.model.artifact)
-        corpus = load_corpus(self.root / cell.model.artifact, self.root / cell.model.corpus)
-        bounds = self._bounds(device)
-        reference = self._reference(corpus)
-        self.phase("load", f"{cell.path.name}, {cell.layers} layers")
-        engine = LocalEngine(cell, self.root)
-        self.result.environment["threads"] = torch.get_num_threads()
-        self._keep_load(engine)
-        try:
-            self._score(engine, corpus, reference)
-            self.phase("parity", "steps against the whole")
-            self.result.evidence["parity"] = step_parity(engine, corpus)
-        except ValueError as error:
-            self.gap((*QUALITY, *SPEED), Status.NUMERIC_INVALID, _one_line(error))
-        else:
-            self._time(engine, corpus, bounds)
-        peak = {"of": "device, from load on" if device.type == "cuda" else "process: Python, text, reference log-probabilities and scores included"}
-        self.keep(peak_memory_bytes=_value("peak_memory_bytes", engine.peak_memory_bytes(), peak))
-        self._collect_evidence(engine)
-
-    def _bounds(self, device: torch.device) -> dict[str, Any] | None:
-        """The machine's bounds, taken before a model fills the memory. Without them speeds are measured all the same, only without a roofline."""
-        self.phase("machine", "bandwidth and arithmetic bounds")
-        threads = self.cell.device.threads or usable_cores()
-        try:
-            bounds = machine_bounds(device, getattr(torch, self.cell.device.compute_dtype), threads, self.cache)
-        except GapError as error:
-            self.result.notes.append(f"no roofline: {_one_line(error)}")
-            return None
-        self.result.evidence["machine_bounds"] = bounds
-        return bounds
-
-    def _reference(self, corpus: Corpus) -> tuple[torch.Tensor, dict[str, float]] | None:
-        self.phase("reference", "log-probabilities at the same depth")
-        try:
-            return load_reference(self.cell, self.root, self.cache, self.result.artifact["sha256"], corpus)
-        except GapError as error:
-            self.gap(QUALITY[2:], error.status, _one_line(error))
-            return None
-
-    def _keep_load(self, engine: LocalEngine) -> None:
-        resident = engine.binder.resident()
-        total = sum(entry["bytes"] for entry in resident)
-        self.keep(
-            load_s=_value(
-                "load_s", engine.load_s, {"encoding": "from source precision at load", "cache_state": "files read once before, by the check of the digest"}
-            ),
-            resident_bytes=_value("resident_bytes", total, {"by_component": resident}),
-        )
-        cosines = engine.binder.cosines()
-        for metric, component in _COSINES.items():
-            if component in cosines:
-                self.keep(**{metric: _value(metric, cosines[component]["mean"], cosines[component])})
-            else:
-                self.gap((metric,), Status.UNSUPPORTED, f"not applicable: {component} are in source precision, or absent at this depth")
-
-    def _score(self, engine: LocalEngine, corpus: Corpus, reference: tuple[torch.Tensor, dict[str, float]] | None) -> None:
-        """Perplexity and divergence in one pass. Raises ValueError when a score is not finite."""
-        bench, cell = self.cell.bench, self.cell
-        windows, scored = corpus.windows(bench.ppl_context, bench.ppl_stride, bench.ppl_windows)
-        self.phase("perplexity", f"{len(windows)} windows of {bench.ppl_context} tokens")
-        # The reference path would repeat its own reference bit for bit; another batch shape makes its divergence the noise floor.
-        batch = OTHER_BATCH if cell.path.reference else BATCH
-        shape = {"context": bench.ppl_context, "stride": bench.ppl_stride, "batch": batch, "bos": "none", "corpus": corpus.facts}
-        perplexity = PerplexityTally(corpus.token_bytes)
-        divergence = DivergenceTally(reference[0]) if reference else None
-        for log_p, targets, window in score_windows(engine.scores, windows, scored, batch):
-            perplexity.add(log_p, targets, window)
-            if divergence is not None and not divergence.full:
-                divergence.add(log_p, window)
-        trained = cell.model.trained_depths
-        if trained and cell.layers not in trained:
-            self.result.notes.append(f"{cell.layers} layers: the model was trained to end after {', '.join(map(str, trained))}; quality is not meaningful")
-        self.keep(**perplexity.metrics(shape))
-        self.gap(("bits_per_byte",), Status.UNSUPPORTED, "the tokenizer is not byte-level: its tokens do not show their bytes")
-        if divergence is not None and reference is not None:
-            self.keep(**divergence_metrics(divergence.summary(), reference[1], shape))
-
-    def _time(self, engine: LocalEngine, corpus: Corpus, bounds: dict[str, Any] | None) -> None:
-        bench = self.cell.bench
-        self.phase("prefill", f"{bench.warmup} + {bench.repeats} runs of 512 tokens")
-        self.keep(pp512_tok_s=prefill_rate(engine, corpus, bench.warmup, bench.repeats, bounds))
-        self.phase("decode", f"{bench.warmup} + {bench.repeats} runs of 128 tokens")
-        rate, read = decode_rate(engine, corpus, 1, bench.warmup, bench.repeats, bounds)
-        self.keep(tg128_tok_s=rate, decode_bytes_per_token=read)
-        self.phase("decode", f"{LANES} sequences, {bench.warmup} + {bench.repeats} runs of 128 tokens")
-        self.keep(agg4_tg128_tok_s=decode_rate(engine, corpus, LANES, bench.warmup, bench.repeats, bounds)[0])
-
-    def _collect_evidence(self, engine: LocalEngine) -> None:
-        model = inventory(engine.config)
-        self.result.evidence |= {
-            "ops": engine.counters.as_list(),
-            "resident": engine.binder.resident(),
-            "source_codecs": {component: sorted(names) for component, names in engine.binder.source_codecs.items()},
-            "weights": model.weights(),
-            "rows_per_token": model.rows_per_token(engine.config.experts_per_token, engine.config.ngram_heads),
-            "component_layers": model.component_layers(),
-            "layers": len(engine.model.layers),
-            "tokens_forwarded": engine.counters.rows("embed"),
-            "vocab_size": engine.config.vocab_size,
-            "encoding": engine.binder.cosines(),
-            "codec_options": {name: codec.options for name, codec in engine.binder.codecs.items()},
-        }
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """What only the child knows about its surroundings: torch build, code, GPU and driver side."""
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "code_sha256": code_sha256()}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda, "hip": torch.version.hip}
+def attempt_class(engine: str) -> type[Attempt]:
+    """The class that measures cells of this engine."""
+    module, name = ENGINES[engine].split(":")
+    found: type[Attempt] = getattr(import_module(module), name)
     return found
-
-
-def _value(name: str, value: float, details: dict[str, Any]) -> Measurement:
-    known = METRICS[name]
-    return Measurement(value=float(value), unit=known.unit, protocol=known.protocol, details=details)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def main() -> int:
@@ -215,7 +35,8 @@ def main() -> int:
     job = json.load(sys.stdin)
     with open(args.events_fd, "w", encoding="utf-8") as events:
         try:
-            Attempt(Cell.model_validate(job["cell"]), Path(job["root"]), Path(job["cache_dir"]), events).run()
+            cell = Cell.model_validate(job["cell"])
+            attempt_class(cell.engine)(cell, Path(job["root"]), Path(job["cache_dir"]), events).run()
         except Exception:
             traceback.print_exc()
             return 1

@@ -18,6 +18,7 @@ from lab.cell import BenchSpec, Cell, ComponentPlan, DeviceSpec, EvidenceRule, M
 from lab.codecs import create
 from lab.counters import Counters
 from lab.engines.local import LocalEngine
+from lab.engines.local_attempt import LocalAttempt
 from lab.engines.path_binder import PathBinder
 from lab.errors import GapError
 from lab.evidence import check
@@ -28,7 +29,6 @@ from lab.models.qwen4_exp.config import from_file
 from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
 from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
 from lab.record import Status, WorkerResult
-from lab.worker import Attempt
 from tests.models.tiny import text_ids, tiny_model, write_checkpoint
 
 Q2 = {"experts": "q2_g32", "trunk": "int8_g128", "ple": "e4m3", "head": "int8_g128"}
@@ -75,7 +75,7 @@ def attempt(cell: Cell, root: Path, cache: Path, decode: int = 8) -> WorkerResul
     events = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(throughput, "DECODE", decode)
-        Attempt(cell, root, cache, events).run()
+        LocalAttempt(cell, root, cache, events).run()
     lines = [json.loads(line) for line in events.getvalue().splitlines()]
     assert lines[-1]["event"] == "result" and {line["event"] for line in lines} <= {"phase", "metric", "result"}
     return WorkerResult.model_validate(lines[-1]["result"])
@@ -249,7 +249,7 @@ def test_out_of_memory_is_its_own_status(root: Path, cache: Path, monkeypatch: p
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
-    monkeypatch.setattr("lab.worker.LocalEngine", refuse)
+    monkeypatch.setattr("lab.engines.local_attempt.LocalEngine", refuse)
     result = attempt(a_cell(Q2), root, cache)
     assert result.status is Status.OOM and "3 GiB" in result.reason
 
