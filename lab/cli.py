@@ -65,10 +65,16 @@ disk, temporary folder, /dev/shm, environment variables, MLflow store and record
 way (WARN, BAD; ? is not known). Every run makes the same checks and keeps them in its record. Also closes attempts left by killed processes.
 Exit: 0 ready to measure (warnings included), 1 something needed is missing or full."""
 
-PLAN_HELP = """python -m lab plan [key=value ...] [--json]
+PLAN_HELP = """python -m lab plan [-m] [--json] [--memory=GIB,...] [key=value ...]
 
 The capacity ledger of a cell, from the model's sizes and the codecs' byte counts alone: bytes per component and place, fits / does not fit / by how
-much, the roofline of TG and PP, and what would make it fit. Loads nothing. Exit: 0 fits, 3 does not fit, 2."""
+much, the roofline of TG and PP, and what would make it fit. Loads nothing and needs no model files where model.geometry names the sizes.
+
+  -m, --multirun   one line per cell of a sweep, as for `run`; experiment=NAME takes the cells of an experiment
+  --memory=32,104  judge against these device memories, in GiB, instead of what is free on this machine or stands in the device's file
+  --json           one JSON document on standard output
+
+Exit: 0 everything fits, 3 something does not or is not known, 2."""
 
 COMPARE_HELP = """python -m lab compare A B [--json]
 

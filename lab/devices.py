@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +48,11 @@ def accelerators() -> tuple[str, ...]:
         if version and version.group(1) != "0":
             names.append(f"AMD gfx {version.group(1)}")
     return tuple(names)
+
+
+def is_expected(pattern: str | None, names: Iterable[str]) -> bool:
+    """Whether one of the accelerators is the one that a device file names by `expect` (a regular expression, any case); without one, anything is."""
+    return pattern is None or any(re.search(pattern, name, re.IGNORECASE) for name in names)
 
 
 def _torch_has_gpu_build() -> bool:

@@ -1,76 +1,49 @@
-"""The verb `doctor`: is this machine ready to measure, and if not, what is missing.
+"""The verb `doctor`: is this machine ready to measure, and if not, what would make it so.
 
-It looks at what a run would use (interpreter, packages, device, disk, tracking store) with the same code a run uses. It measures
-nothing, and a machine it calls ready can still be too small or too busy.
+It prints the checks that `run` makes (`lab.checks`), and those that take too long for a run: what device=auto means, and the records. It measures
+nothing, and a machine it calls ready can still be too small.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import shutil
-import tempfile
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
 
-from lab.devices import accelerators, auto_device
-from lab.locks import is_locked
-from lab.mlflow_store import probe, tracking_uri
-from lab.preflight import MIN_FREE_BYTES
+from lab.checks import Check, machine_checks
+from lab.checks.device import auto
+from lab.checks.source import Source
+from lab.checks.stores import records
 from lab.project import Project
-from lab.provenance import machine, package_versions
 from lab.reconcile import reconcile
 from lab.store import Store
 
-_NEEDED = ("torch", "mlflow", "hydra-core", "safetensors", "tokenizers")
-_OPTIONAL = ("triton", "transformers")
+WIDTH = 80
+_LABELS = {"ok": "ok", "warn": "WARN", "bad": "BAD", "unknown": "?"}
 
 
-def examine(project: Project) -> bool:
-    """Print one line per thing examined; True if nothing needed is missing."""
-    good = [_versions(), _device(), _runs(project), _tracking(project)]
-    return all(good)
+def examine(project: Project, source: Source | None = None) -> bool:
+    """Close attempts of killed processes, print one entry per check, and return True unless something is bad."""
+    closed = reconcile(Store(project.runs))
+    source = source or Source()
+    checks = [*machine_checks(project, None, source), auto(source), records(project, len(closed))]
+    print("\n".join(lines(checks)))
+    return not any(check.state == "bad" for check in checks)
 
 
-def _line(fine: bool, name: str, text: str) -> bool:
-    print(f"{'ok ' if fine else 'BAD'}  {name:8} {text}")
-    return fine
+def lines(checks: Sequence[Check]) -> list[str]:
+    """The checks as text, WIDTH columns wide, each fix on lines of its own, and a verdict at the end."""
+    column = max(len(check.name) for check in checks)
+    printed = []
+    for check in checks:
+        head = f"{_LABELS[check.state]:4}  {check.name:{column}}  "
+        printed += _wrapped(head, check.found)
+        printed += _wrapped(" " * len(head) + "fix: ", check.fix) if check.fix else []
+    counts = Counter(check.state for check in checks)
+    verdict = "not ready to measure" if counts["bad"] else "ready to measure"
+    return [*printed, f"{verdict} (bad: {counts['bad']}, warnings: {counts['warn']}, not known: {counts['unknown']})"]
 
 
-def _versions() -> bool:
-    versions = package_versions((*_NEEDED, *_OPTIONAL))
-    text = ", ".join(f"{name} {found or 'not installed'}" for name, found in versions.items())
-    return _line(all(versions[name] for name in _NEEDED), "versions", f"python {platform.python_version()}, {text}")
-
-
-def _device() -> bool:
-    facts = machine()
-    gpus = ", ".join(accelerators()) or "no GPU"
-    memory = facts["memory_bytes"] / 2**30
-    return _line(True, "device", f"auto = {auto_device()}; {facts['cpu']}, {facts['cores']} cores, {memory:.0f} GiB, {gpus}")
-
-
-def _runs(project: Project) -> bool:
-    store = Store(project.runs)
-    try:
-        project.runs.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=project.runs):
-            free = shutil.disk_usage(project.runs).free
-    except OSError as error:
-        return _line(False, "runs", f"{project.short(project.runs)}: {error.strerror}")
-    fine = _line(free >= MIN_FREE_BYTES, "runs", f"{project.short(project.runs)}, {free / 2**30:.1f} GiB free")
-    closed = reconcile(store)
-    running = [f for f in store.unfinished() if is_locked(f / "running.json")]
-    bad = store.unreadable()
-    text = f"{len(store.record_files())}, {len(bad)} unreadable, {len(running)} attempts running, {len(closed)} closed now"
-    for file, why in bad:
-        text += f"; {project.short(file)}: {why}"
-    return _line(not bad, "records", text) and fine
-
-
-def _tracking(project: Project) -> bool:
-    uri = tracking_uri(project)
-    try:
-        probe(uri, 2.0)
-    except Exception as error:
-        # OSError, sqlite3.Error, or what a malformed address raises: all mean that records cannot be mirrored now.
-        return _line(False, "mlflow", f"{uri}: {' '.join(str(error).split())}")
-    return _line(os.access(project.root, os.W_OK), "mlflow", f"{uri} answers")
+def _wrapped(head: str, text: str) -> list[str]:
+    """`text` after `head`, further lines indented below it. Paths and versions are not broken, however long."""
+    return textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False, break_on_hyphens=False)

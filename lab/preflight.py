@@ -1,4 +1,4 @@
-"""The gates before a child is started: the way is not closed, its code and device are there, the files are whole, it fits, the disk has room.
+"""The gates before anything is loaded: the way is not closed, its code and device are there, the files are whole.
 
 A wrong file or command is a `LabError` (exit 2, nothing recorded), found for every cell of a sweep before the first one runs. A cell that
 is right but is not to be measured here and now is stopped at a gate, which becomes a record. Only what a cell needs is looked at: a closed way or a
@@ -8,8 +8,6 @@ path without code needs no files. Passing does not promise that the model fits.
 from __future__ import annotations
 
 import hashlib
-import re
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,14 +16,11 @@ from typing import Any
 
 from lab.cell import Cell
 from lab.dead_ends import closed_way
-from lab.devices import accelerators
-from lab.errors import GapError, LabError
+from lab.devices import accelerators, is_expected
+from lab.errors import LabError
 from lab.gates import forced, passed
 from lab.project import Project
 from lab.record import GateResult, Status
-
-MIN_FREE_BYTES = 2 << 20
-"""For the log of an attempt; the record has its own reserve."""
 
 LOCAL_ARCHITECTURES = ("qwen4_exp",)
 """What the local engine has code for. Other architectures can be named, planned and registered."""
@@ -64,10 +59,8 @@ def _unsupported(cell: Cell) -> str | None:
         return cell.path.unsupported.strip()
     if cell.engine == "local" and cell.model.arch not in LOCAL_ARCHITECTURES:
         return f"the local engine has no code for the architecture {cell.model.arch} of {cell.model.name}"
-    if cell.device.expect is not None:
-        here = accelerators()
-        if not any(re.search(cell.device.expect, name, re.IGNORECASE) for name in here):
-            return f"device={cell.device.name} is not here: this machine has {', '.join(here) or 'no accelerator'}"
+    if not is_expected(cell.device.expect, here := accelerators()):
+        return f"device={cell.device.name} is not here: this machine has {', '.join(here) or 'no accelerator'}"
     return None
 
 
@@ -89,14 +82,6 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], force: bool = Fal
             facts["corpus_sha256"] = digest(project.path(cell.model.corpus), cell.model.corpus)
         found[cell.hash] = facts
     return found
-
-
-def check_disk(project: Project) -> None:
-    """Raise GapError where the records folder has no room."""
-    free = shutil.disk_usage(project.runs).free
-    if free < MIN_FREE_BYTES:
-        needed = f"{MIN_FREE_BYTES >> 20} MiB needed"
-        raise GapError(Status.INFRA, f"disk full: {free / 2**20:.1f} MiB free for {project.short(project.runs)}, {needed}")
 
 
 def _corpus_sha256(file: Path, name: str) -> str:

@@ -30,15 +30,22 @@ PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "transforme
 _NUMERIC_PACKAGES = ("torch", "triton", "numpy", "tokenizers")
 """Another version of one of these can move a number; tokenizers decides which tokens are scored."""
 _ENVIRONMENT = (
+    "AMD_SERIALIZE_COPY",
+    "AMD_SERIALIZE_KERNEL",
+    "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
+    "GPU_MAX_HW_QUEUES",
+    "HIP_LAUNCH_BLOCKING",
     "HIP_VISIBLE_DEVICES",
     "HSA_OVERRIDE_GFX_VERSION",
     "KMP_AFFINITY",
+    "LD_PRELOAD",
     "MKL_NUM_THREADS",
     "NVIDIA_TF32_OVERRIDE",
     "OMP_NUM_THREADS",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "ROCR_VISIBLE_DEVICES",
     "TRITON_INTERPRET",
 )

@@ -22,6 +22,7 @@ from lab import admission, provenance
 from lab.admission import Decision, EvidenceCheck, refuse
 from lab.assemble import as_infra, assemble, ending_problem, moved_problem
 from lab.cell import Cell
+from lab.checks import machine_checks, sampled
 from lab.child import run_child
 from lab.dead_ends import registered_files
 from lab.errors import GapError
@@ -29,7 +30,7 @@ from lab.events import Outcome
 from lab.fill import fill_command
 from lab.gates import passed
 from lab.locks import GaveUpError, hold
-from lab.preflight import Clearance, check_disk, clear
+from lab.preflight import Clearance, clear
 from lab.project import Project, say
 from lab.reconcile import reconcile
 from lab.record import GateResult, Record, Status
@@ -123,6 +124,7 @@ class Runner:
                     return self._store(attempt, self._stopped(skeleton, attempt.number, clearance, gates))
                 gates += self._before_loading(cell, skeleton, force)
                 outcome = self._child(cell, attempt, stop)
+                skeleton["provenance"]["machine_state"]["after"] = sampled(machine_checks(self.project, cell.device))
                 decision = self._judge(cell, outcome, skeleton)
                 record = self._record(skeleton, attempt.number, decision, outcome, gates)
             except OSError as error:
@@ -149,7 +151,13 @@ class Runner:
     def _before_loading(self, cell: Cell, skeleton: dict[str, Any], force: bool) -> list[GateResult]:
         """The gates between the files and the child. Raises GapError where one of them stops the cell."""
         artifact = skeleton["artifact"]
-        check_disk(self.project)
+        checks = machine_checks(self.project, cell.device)
+        skeleton["provenance"]["machine_state"] = {"before": sampled(checks)}
+        for check in checks:
+            if check.state == "bad":
+                raise GapError(Status.INFRA, f"{check.name}: {check.found}; {check.fix}")
+            if check.state == "warn":
+                say(f"  warning: {check.name}: {check.found}")
         return [passed("artifact", f"sha256 {str(artifact.get('sha256'))[:12]}")]
 
     def _child(self, cell: Cell, attempt: Attempt, stop: StopSignals) -> Outcome:

@@ -192,12 +192,16 @@ def test_ls_names_every_choice(project: Project, capsys: pytest.CaptureFixture[s
     assert "paths:" not in capsys.readouterr().out
 
 
-def test_doctor_says_what_is_missing(project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.main(["doctor"]) == 0
-    assert "BAD" not in capsys.readouterr().out
+def test_doctor_warns_of_what_costs_no_measurement_and_exits_1_for_what_does(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "WARN  mlflow " in out and "BAD" not in out
+    monkeypatch.setenv("TMPDIR", str(project.root / "gone"))
     assert cli.main(["doctor"]) == 1
-    assert "BAD  mlflow" in capsys.readouterr().out
+    assert "BAD   disk_tmp " in capsys.readouterr().out
 
 
 def test_the_project_is_found_from_the_package_and_a_wrong_root_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
