@@ -1,7 +1,7 @@
 """Weight codecs: `create(name, options)` gives one, `KNOWN` lists them. One codec family per file.
 
 Why a table and not discovery: the known codecs are a closed list that a config error can print.
-What it does not cover: the GGUF and VQF block types, which are read from files and live with their artifacts.
+GGUF block types are created by the same call as `gguf:TYPE`; `KNOWN` does not list them.
 """
 
 from __future__ import annotations

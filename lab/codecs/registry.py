@@ -1,7 +1,7 @@
 """The codecs by name. A new codec is one new file and one new line here.
 
 Why it is apart from the package's `__init__`: the codec files import from `base` only, so no import goes round in a circle.
-What it does not do: read the names of GGUF or VQF types; those belong to their files.
+The block types of GGUF files are codecs too, named `gguf:TYPE`; they are listed in their own file, since what they are is fixed outside.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from lab.codecs.base import Codec
 from lab.codecs.e4m3 import E4M3
+from lab.codecs.gguf import GGUF_CODECS
 from lab.codecs.plain import Bf16, Int8G128
 from lab.codecs.q2 import Q2G32, Q2Levels, Q2Rows
 from lab.codecs.w3 import W3Levels
@@ -21,6 +22,8 @@ KNOWN: dict[str, type[Codec]] = {codec.name: codec for codec in (Bf16, E4M3, Int
 
 def create(name: str, options: Mapping[str, Any] | None = None) -> Codec:
     """The codec `name` with `options` over its defaults. Raises LabError on an unknown name, option or value."""
-    if name not in KNOWN:
-        raise LabError(f"codec {name!r} is unknown; known: {', '.join(KNOWN)}")
-    return KNOWN[name](**dict(options or {}))
+    found = KNOWN.get(name) or GGUF_CODECS.get(name)
+    if found is None:
+        kinds = f"gguf:TYPE with TYPE one of {', '.join(n.removeprefix('gguf:') for n in GGUF_CODECS)}" if name.startswith("gguf:") else ", ".join(KNOWN)
+        raise LabError(f"codec {name!r} is unknown; known: {kinds}")
+    return found(**dict(options or {}))
