@@ -31,7 +31,7 @@ def assemble(
     """The record of attempt `number`. `skeleton` holds cell, artifact, provenance, resume key and start; `gates` those passed before the child."""
     fill = skeleton["provenance"]["fill"] + (" force=true" if decision.status in _FORCEABLE else "")
     result = outcome.result if outcome else None
-    evidence: dict[str, Any] = dict(result.evidence) if result else {}
+    evidence: dict[str, Any] = {**skeleton.get("evidence", {}), **(result.evidence if result else {})}
     said = [f"forced past the gate {g.gate}: {g.detail}" for g in gates if g.outcome == "forced"]
     said += [*(result.notes if result else []), *decision.notes]
     origin = dict(skeleton["provenance"])
@@ -47,7 +47,11 @@ def assemble(
         origin["environment"] = result.environment
     started = skeleton["started_at"]
     return Record(
-        **{**skeleton, "artifact": {**skeleton["artifact"], **(result.artifact if result else {})}, "provenance": origin},
+        **{
+            **{key: value for key, value in skeleton.items() if key != "evidence"},
+            "artifact": {**skeleton["artifact"], **(result.artifact if result else {})},
+            "provenance": origin,
+        },
         attempt=number,
         status=decision.status,
         reason=decision.reason,

@@ -33,8 +33,8 @@ from lab.project import Project, find_project
 ENGINES = ("local",)
 """What can execute a cell."""
 
-ARCHITECTURES = ("qwen4_exp",)
-"""Model architectures of the local engine (`model.arch`). Here and not in `lab.models`, which imports torch."""
+ARCHITECTURES = ("qwen4_exp", "qwen3", "qwen3_moe", "llama")
+"""Model architectures that can be named, planned and registered (`model.arch`); which of them an engine has code for is for preflight to say."""
 
 _SETTINGS = ("force",)
 """Top-level keys that steer the run and are no part of a cell."""
@@ -73,13 +73,28 @@ def known_keys(project: Project, words: Sequence[str]) -> tuple[str, ...]:
     return _keys(project.conf.resolve(), _chosen(project, parse(words)))
 
 
-def model_layers(project: Project, artifact: str) -> int | None:
-    """Number of layers in the artifact's config.json, or None where that file is absent. Raises LabError if it names no number."""
-    file = project.path(artifact) / "config.json"
+def sizes_file(project: Project, artifact: str, geometry: str) -> Path | None:
+    """The file that holds a model's sizes: the artifact's config.json, else the geometry for planning, else None.
+
+    Raises LabError for a geometry that is named and not there.
+    """
+    own = project.path(artifact) / "config.json"
+    if own.is_file():
+        return own
+    if not geometry:
+        return None
+    if not project.path(geometry).is_file():
+        raise LabError(f"{geometry}: no such file (model.geometry)")
+    return project.path(geometry)
+
+
+def model_layers(project: Project, artifact: str, geometry: str = "") -> int | None:
+    """Number of layers in the model's `sizes_file`, or None where there is none. Raises LabError if that file names no number."""
+    file = sizes_file(project, artifact, geometry)
+    if file is None:
+        return None
     try:
         data = json.loads(file.read_text())
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
         raise LabError(f"{project.short(file)}: not readable as JSON ({error})") from None
     text = data.get("text_config", data) if isinstance(data, dict) else {}
@@ -132,7 +147,10 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
     model = config.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("artifact"), str):
         raise LabError("model.artifact: must be the path of the model's files")
-    config["layers"] = _layers(project, config.get("layers"), str(model.get("name")), model["artifact"])
+    geometry = model.get("geometry", "")
+    if not isinstance(geometry, str):
+        raise LabError("model.geometry: must be the path of a config.json, or left out")
+    config["layers"] = _layers(config.get("layers"), str(model.get("name")), model["artifact"], model_layers(project, model["artifact"], geometry))
     try:
         cell = Cell.model_validate(config)
     except ValidationError as error:
@@ -159,9 +177,8 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
     return cell
 
 
-def _layers(project: Project, asked: Any, model: str, artifact: str) -> int:
-    """The number of layers to run: all where `asked` is None, else `asked`, which must lie within the model."""
-    total = model_layers(project, artifact)
+def _layers(asked: Any, model: str, artifact: str, total: int | None) -> int:
+    """The number of layers to run: all `total` where `asked` is None, else `asked`, which must lie within the model."""
     if asked is None:
         if total is None:
             raise LabError(f"{artifact}/config.json is missing, so that the number of layers is unknown: get the model or give layers=N")

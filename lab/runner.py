@@ -28,6 +28,7 @@ from lab.dead_ends import registered_files
 from lab.errors import GapError
 from lab.events import Outcome
 from lab.fill import fill_command
+from lab.fitting import capacity_gate
 from lab.gates import passed
 from lab.locks import GaveUpError, hold
 from lab.preflight import Clearance, clear
@@ -158,7 +159,9 @@ class Runner:
                 raise GapError(Status.INFRA, f"{check.name}: {check.found}; {check.fix}")
             if check.state == "warn":
                 say(f"  warning: {check.name}: {check.found}")
-        return [passed("artifact", f"sha256 {str(artifact.get('sha256'))[:12]}")]
+        fits, kept = capacity_gate(self.project, cell, force)
+        skeleton["evidence"] = {"capacity": kept} if kept else {}
+        return [passed("artifact", f"sha256 {str(artifact.get('sha256'))[:12]}"), fits]
 
     def _child(self, cell: Cell, attempt: Attempt, stop: StopSignals) -> Outcome:
         job = {"cell": cell.model_dump(mode="json"), "cache_dir": str(self.project.cache), "root": str(self.project.root)}

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from lab.compose import plan
 from lab.console import print_result, print_sweep, where
+from lab.fitting import prepare
 from lab.preflight import Inspect, inspect_artifacts
 from lab.project import Project, forget_stdout, say
 from lab.record import Status
@@ -40,6 +41,7 @@ def run_cells(
     else:
         wanted = plan(project, overrides, multirun)
     artifacts = inspect_artifacts(project, wanted.cells, wanted.force, inspect)
+    prepare(project, [cell for cell in wanted.cells if "sha256" in artifacts[cell.hash]])
     runner = runner or Runner(project)
     done: list[CellRun] = []
     with StopSignals() as stop:

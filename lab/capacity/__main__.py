@@ -1,0 +1,38 @@
+"""`python -m lab.capacity`: reads a JSON list of {cell, sizes, name} on standard input, writes a JSON list of {ledger} or {reason} in the same order.
+
+A process of its own, because codecs and forward code need torch and the lab's parent process does without it. One request may hold many cells; a cell that
+cannot be accounted does not spoil the others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from lab.capacity.build import build
+from lab.cell import Cell
+from lab.errors import LabError
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """{ledger} or {reason} for one cell; `sizes` is the file with the model's sizes, `name` what to call it."""
+    name = question["name"]
+    try:
+        data = json.loads(Path(question["sizes"]).read_text(encoding="utf-8"))
+        return {"ledger": build(Cell.model_validate(question["cell"]), data, name).model_dump(mode="json")}
+    except (OSError, ValueError) as error:
+        return {"reason": f"{name}: not readable as JSON ({error})"}
+    except LabError as error:
+        return {"reason": str(error)}
+
+
+def main() -> int:
+    """Answers one request. Only bugs leave as exceptions."""
+    json.dump([answer(question) for question in json.load(sys.stdin)], sys.stdout, allow_nan=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""From a cell and a parsed config.json to its ledger. Runs in the ledger's own process: codecs and forward code need torch.
+
+Everything is summed from single tensors, so that components, places and totals agree by construction. What the sums assume is written into the ledger
+itself (`basis`, `notes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from lab.capacity.ledger import ACCOUNT_PARTS, Experts, Ledger, Line, Place
+from lab.capacity.qwen4_exp import qwen4_exp_sizes
+from lab.capacity.sizes import TRANSFORMERS, ModelSizes, transformer_sizes
+from lab.capacity.storage import Stored, is_vqf, stored
+from lab.capacity.tiers import MB, Strips, Tier, expert_residency, has_strip, strips_of, tier_of
+from lab.capacity.traffic import Traffic, bound_tok_s, forward
+from lab.capacity.workspace import workspace
+from lab.cell import Cell
+from lab.errors import LabError
+from lab.measure.throughput import DECODE, LANES, PREFILL
+from lab.models.fields import Fields
+
+STATE_TOKENS, STATE_BATCH = 4096, 4
+"""The state a ledger makes room for."""
+
+
+def build(cell: Cell, data: dict[str, Any], where: str) -> Ledger:
+    """The ledger of `cell`; `data` is the config.json at `where`. Raises LabError for sizes or codecs that do not go together."""
+    dtype = getattr(torch, cell.device.compute_dtype)
+    sizes = _sizes(cell, data, where, dtype)
+    tensors = stored(cell, sizes)
+    tier, strips = tier_of(cell, sizes), strips_of(cell, tensors)
+    one_memory = cell.device.torch_device == "cpu"
+    lines = tuple(_lines(tensors, tier, strips))
+    experts = _experts(tensors, sizes)
+    residency = strips.residency if strips else ()
+    if tier is not None and experts is not None:
+        residency = (expert_residency(cell, tier, sizes, experts.layers * experts.count * experts.bytes_each),)
+    context = PREFILL + DECODE // 2
+
+    def step(lanes: int) -> Traffic:
+        return forward(tensors, sizes, tier, strips, one_memory, lanes, lanes, sizes.state_bytes(lanes, context))
+
+    one, four, prefill = step(1), step(LANES), forward(tensors, sizes, tier, strips, one_memory, PREFILL, 1, 0)
+    return Ledger(
+        model=cell.model.name,
+        path=cell.path.name,
+        device=cell.device.name,
+        layers=cell.layers,
+        one_memory=one_memory,
+        lines=lines,
+        state_bytes=sizes.state_bytes(STATE_BATCH, STATE_TOKENS),
+        state_basis=f"{STATE_BATCH} sequences of {STATE_TOKENS} tokens",
+        workspace=workspace(cell, sizes, tensors, dtype.itemsize),
+        experts=experts,
+        residency=residency,
+        device_limit_bytes=_budget(cell.placement.device_budget_mb, strips),
+        host_limit_bytes=_budget(cell.placement.host_budget_mb, strips),
+        decode_bytes_per_token=one.reads(),
+        flops_per_token=one.flops,
+        tg_bound_tok_s=bound_tok_s(one, cell.device, 1, with_flops=False),
+        agg4_bound_tok_s=bound_tok_s(four, cell.device, LANES, with_flops=False),
+        pp_bound_tok_s=bound_tok_s(prefill, cell.device, PREFILL, with_flops=True),
+        basis=_basis(cell, tier, context),
+        notes=tuple(_notes(cell, tensors, tier, strips)),
+    )
+
+
+def _sizes(cell: Cell, data: dict[str, Any], where: str, dtype: torch.dtype) -> ModelSizes:
+    if cell.model.arch == "qwen4_exp":
+        return qwen4_exp_sizes(data, where, cell.layers, dtype)
+    if cell.model.arch not in TRANSFORMERS:
+        raise LabError(f"model.arch={cell.model.arch}: no list of tensors for this architecture")
+    text = data.get("text_config", data) if isinstance(data, dict) else None
+    if not isinstance(text, dict):
+        raise LabError(f"{where}: expected an object of fields")
+    return transformer_sizes(Fields(text, where), cell.model.arch, cell.layers, dtype.itemsize)
+
+
+def _lines(tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) -> Iterator[Line]:
+    """One line per component, encoding and place, in the order of `ACCOUNT_PARTS`; staging and strips last."""
+    sums: dict[tuple[str, str, str, Place, bool], list[int]] = {}
+    staging: dict[str, int] = {}
+
+    def add(one: Stored, placement: str, where: Place, copy: bool = False, experts: int | None = None) -> None:
+        whole = one.weight.shape[0]
+        share = (one.weight.count, one.nbytes()) if experts is None else (one.weight.count * experts // whole, one.nbytes() * experts // whole)
+        entry = sums.setdefault((one.weight.component, one.encoding.name, placement, where, copy), [0, 0])
+        entry[0], entry[1] = entry[0] + share[0], entry[1] + share[1]
+
+    for one in tensors:
+        if one.weight.kind == "experts" and tier is not None:
+            if one.weight.layer in tier.whole:
+                add(one, "device", "device")
+                continue
+            add(one, one.placement, "host")
+            if tier.slots:
+                add(one, "slots", "device", copy=True, experts=tier.slots)
+            if one.placement == "tiered":
+                staging[one.weight.name.rsplit(".", 1)[-1]] = one.nbytes()
+        elif strips is not None and has_strip(one.weight):
+            add(one, "file", "host")
+        else:
+            add(one, one.placement, "host" if one.placement == "host" else "device")
+    for (component, codec, placement, where, copy), (weights, size) in sorted(sums.items(), key=lambda entry: ACCOUNT_PARTS.index(entry[0][0])):
+        yield Line(component=component, codec=codec, placement=placement, where=where, weights=weights, bytes=size, copy_of_host=copy)
+    if staging:
+        yield Line(component="staging", codec="as the experts", placement="tiered", where="device", weights=0, bytes=sum(staging.values()), copy_of_host=True)
+    if strips is not None:
+        caches: dict[Place, int] = {"host": strips.host, "device": strips.device}
+        for place, size in caches.items():
+            yield Line(component="strips", codec="int8 + float32 per 32", placement="cache", where=place, weights=0, bytes=size, copy_of_host=True)
+
+
+def _experts(tensors: Sequence[Stored], sizes: ModelSizes) -> Experts | None:
+    stacks = [t for t in tensors if t.weight.kind == "experts"]
+    if not stacks:
+        return None
+    count, layers = stacks[0].weight.shape[0], len(sizes.expert_layers)
+    return Experts(layers=layers, count=count, per_token=sizes.experts_per_token, bytes_each=sum(t.nbytes() for t in stacks) // (count * layers))
+
+
+def _budget(megabytes: int | None, strips: Strips | None) -> int | None:
+    """A budget limits what may lie at a place; with a strip cache it limits that cache alone, which is counted already."""
+    return None if megabytes is None or strips is not None else megabytes * MB
+
+
+def _basis(cell: Cell, tier: Tier | None, context: int) -> str:
+    d = cell.device
+    known = [
+        f"{rate / scale:.4g} {unit}"
+        for rate, scale, unit in ((d.read_bytes_s, 1e9, "GB/s read"), (d.flops_s, 1e12, "Tflop/s"), (d.bus_bytes_s, 1e9, "GB/s over the bus"))
+        if rate is not None
+    ]
+    figures = ", ".join(known) or "no figures of this device"
+    routing = "; experts requested uniformly, hits in proportion to the slots: an estimate, since a cache on real text hits more often" if tier else ""
+    return f"bytes read over bandwidth at {context} tokens of context, prefill of {PREFILL} tokens also operations over rate; {figures}{routing}"
+
+
+def _notes(cell: Cell, tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) -> Iterator[str]:
+    if any(plan.codec == "source" for plan in cell.path.components.values()):
+        yield "source is counted as the release stores it: 16 bits, or e4m3 where its config.json says so"
+    for component, plan in cell.path.components.items():
+        others = sorted({t.encoding.name for t in tensors if t.weight.component == component} - {plan.codec})
+        if plan.codec.startswith("gguf:") and others:
+            yield f"{component}: rows that {plan.codec} cannot hold, or that have a type of their own, are {', '.join(others)}"
+    p = cell.placement
+    for key, value in (("slots", p.slots), ("resident_layers", p.resident_layers)):
+        if value is not None and tier is None and strips is None:
+            yield f"placement.{key}={value} has no effect: this path keeps no component in part"
+    placements = {t.placement for t in tensors if t.weight.kind == "experts"} if tier is not None and tier.partial else set()
+    if "tiered" in placements:
+        yield "streamed experts pass through a staging area of one layer; host memory holds every layer that is not whole on the device"
+    if "cpu_cold" in placements:
+        yield "no bounds: the CPU reads the cold experts itself, and no device file has a figure for that"
+    if strips is not None:
+        yield "the strip cache is that of the CPU engine; the CUDA port is not public, so that its residency is inferred"
+        yield "strips that do not stay on the device are moved there again in every pass"
+    if is_vqf(cell):
+        yield "text model alone: a file with a vision tower is larger"

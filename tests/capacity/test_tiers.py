@@ -1,0 +1,117 @@
+"""What stays on the device in part: experts by slots and layers, and the strip cache of a VQF cell with its budgets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lab.capacity import Ledger
+from lab.capacity.sizes import Weight
+from lab.capacity.tiers import MB, _kept, strip_bytes
+from lab.project import Project
+from tests.capacity.helpers import in_process, ledger_of
+from tests.runner_helpers import make_project
+
+__all__ = ["in_process"]
+pytestmark = pytest.mark.usefixtures("in_process")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return make_project(tmp_path / "p")
+
+
+def tiered(project: Project, *words: str) -> Ledger:
+    return ledger_of(project, "model=flash_next", "path=tiered", "layers=6", "device=r9700", *words)
+
+
+def expert_bytes(ledger: Ledger, where: str) -> int:
+    return sum(line.bytes for line in ledger.lines if line.component == "experts" and line.where == where)
+
+
+def test_slots_lie_on_the_device_and_all_experts_on_the_host(project: Project) -> None:
+    ledger = tiered(project, "placement.slots=8")
+    assert ledger.experts is not None
+    assert expert_bytes(ledger, "device") == 6 * 8 * ledger.experts.bytes_each
+    assert expert_bytes(ledger, "host") == 6 * 512 * ledger.experts.bytes_each
+    assert [(r.kept, r.total) for r in ledger.residency] == [(48, 3072)]
+    assert ledger.weights()["experts"] == 6 * 512 * 3 * 640 * 2560
+
+
+def test_resident_layers_need_no_host_copy(project: Project) -> None:
+    ledger = tiered(project, "placement.resident_layers=2")
+    assert ledger.experts is not None
+    layer = 512 * ledger.experts.bytes_each
+    assert (expert_bytes(ledger, "device"), expert_bytes(ledger, "host")) == (2 * layer, 4 * layer)
+    assert next(line for line in ledger.lines if line.component == "staging").bytes == layer
+    assert ledger.decode_bytes_per_token.bus_bytes == 4 * 10 * ledger.experts.bytes_each + 16 * 160 + 2  # and the table's rows with its scale
+
+
+def test_everything_resident_is_the_plain_path_with_its_table_on_the_host(project: Project) -> None:
+    plain = ledger_of(project, "model=flash_next", "path=paiton_native", "layers=6", "device=r9700", "path.components.ple.placement=host")
+    for words in ("placement.resident_layers=6", "placement.resident_layers=40", "placement.slots=512"):
+        ledger = tiered(project, words)
+        assert (ledger.device_bytes, ledger.host_bytes, ledger.tg_bound_tok_s) == (plain.device_bytes, plain.host_bytes, plain.tg_bound_tok_s)
+
+
+def test_cold_experts_are_read_by_the_cpu_which_has_no_figure(project: Project) -> None:
+    ledger = ledger_of(project, "model=flash_next", "path=cpu_cold", "layers=6", "device=r9700", "placement.slots=256")
+    assert ledger.experts is not None
+    assert ledger.decode_bytes_per_token.host_bytes == 6 * 10 * ledger.experts.bytes_each / 2
+    assert ledger.tg_bound_tok_s is None
+    assert any("no bounds" in note for note in ledger.notes)
+    warm = ledger_of(project, "model=flash_next", "path=cpu_cold", "layers=6", "device=r9700", "placement.slots=512")
+    assert warm.tg_bound_tok_s is not None and warm.notes == ()
+
+
+def test_placement_without_a_tier_is_said_to_do_nothing(project: Project) -> None:
+    ledger = ledger_of(project, "model=flash_next", "path=expert_q2", "layers=3", "device=r9700", "placement.slots=8")
+    assert ledger.notes == ("placement.slots=8 has no effect: this path keeps no component in part",)
+
+
+def kestrel(project: Project, *words: str, model: str = "qwen3_8b") -> Ledger:
+    return ledger_of(project, f"model={model}", "path=kestrel_vqf", "device=rtx5090", *words)
+
+
+@pytest.mark.parametrize(
+    ("model", "codes", "with_scales", "entries"), [("qwen3_2b", 1.409e9, 1.585e9, 196), ("qwen3_8b", 6.946e9, 7.814e9, 252), ("qwen3_30b_a3b", None, None, 336)]
+)
+def test_the_strip_cache_has_the_sizes_and_slots_of_the_notes(
+    project: Project, model: str, codes: float | None, with_scales: float | None, entries: int
+) -> None:
+    ledger = kestrel(project, "placement.slots=1000", model=model)
+    assert {(r.kept, r.total) for r in ledger.residency} == {(entries, entries)}
+    if codes is not None:
+        assert ledger.residency[0].needed_bytes == pytest.approx(with_scales, rel=1e-3)
+        assert ledger.weights()["trunk"] == pytest.approx(codes, rel=1e-3)
+
+
+def test_a_budget_of_the_codes_alone_does_not_hold_the_scales(project: Project) -> None:
+    short = kestrel(project, "placement.host_budget_mb=7000", "placement.slots=256", "placement.device_budget_mb=8192")
+    assert [(r.where, r.kept) for r in short.residency] == [("host", 234), ("device", 252)]
+    assert short.decode_bytes_per_token.bus_bytes == 0
+    slots = kestrel(project, "placement.device_budget_mb=8192", "placement.slots=196")
+    missing = slots.residency[1].needed_bytes - sum(line.bytes for line in slots.lines if line.component == "strips" and line.where == "device")
+    assert slots.decode_bytes_per_token.bus_bytes == missing > 0
+    assert slots.tg_bound_tok_s is not None and short.tg_bound_tok_s is not None and slots.tg_bound_tok_s < short.tg_bound_tok_s
+
+
+def test_without_budgets_the_file_lies_where_the_path_says(project: Project) -> None:
+    assert kestrel(project).residency == ()
+    assert ledger_of(project, "model=qwen3_8b", "path=kestrel_vqf", "device=cpu", "placement.host_budget_mb=100").residency == ()
+
+
+@given(
+    st.lists(st.integers(1, 40).map(lambda n: Weight("q", "trunk", "matrix", (n * 1024, 32 * 32), 0)), min_size=1, max_size=30),
+    st.integers(1, 60),
+    st.one_of(st.none(), st.integers(1, 40)),
+)
+def test_what_stays_is_the_longest_tail_within_both_limits(entries: list[Weight], budget_mb: int, slots: int | None) -> None:
+    kept = _kept(entries, budget_mb, slots)
+    assert sum(map(strip_bytes, kept)) <= budget_mb * MB
+    assert slots is None or len(kept) <= slots
+    one_more = entries[-len(kept) - 1 :] if len(kept) < len(entries) else []
+    assert not one_more or sum(map(strip_bytes, one_more)) > budget_mb * MB or len(one_more) > (slots or len(entries))

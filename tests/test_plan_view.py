@@ -1,0 +1,121 @@
+"""The verb `plan`: what it prints and how it ends, in detail and as a table, at both widths, as JSON, and for wrong words."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lab.capacity.plan import plan_cells
+from lab.compose import compose_cells
+from lab.errors import LabError
+from lab.plan_view import plan_command, print_many, print_one
+from lab.project import Project
+from lab.record import Status
+from lab.store import Store
+from tests.capacity.helpers import in_process
+from tests.runner_helpers import make_project, record_of
+
+__all__ = ["in_process"]
+pytestmark = pytest.mark.usefixtures("in_process")
+FLASH = ("model=flash_next", "device=r9700")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return make_project(tmp_path / "p")
+
+
+def run(project: Project, *words: str) -> tuple[int, str]:
+    out = io.StringIO()
+    return plan_command(project, words, out), out.getvalue()
+
+
+def test_a_cell_that_does_not_fit_says_by_how_much_and_what_would(project: Project) -> None:
+    code, text = run(project, *FLASH, "path=paiton_native", "layers=48")
+    assert code == 3
+    assert "does not fit: device is short by 71.90 GiB (103.90 GiB of 32.00 GiB)" in text
+    assert "111.56 GB   103.90" in text
+    for line in ("placement.slots=219", "placement.resident_layers=20", "layers=1", "path=strata_server"):
+        assert line in text
+
+
+def test_a_cell_that_fits_ends_with_0(project: Project) -> None:
+    code, text = run(project, *FLASH, "path=ple_q2", "layers=6")
+    assert code == 0 and "fits: device has " in text and "would fit" not in text
+
+
+def test_every_path_of_flash_next_is_judged_against_three_memories_without_model_files(project: Project) -> None:
+    code, text = run(project, "-m", *FLASH, "path=glob(*)", "layers=3,6,24,48", "--memory=32,104,139")
+    assert code == 3 and "no ledger: path=kestrel_vqf" in text
+    rows = [line.split() for line in text.splitlines()]
+    assert ["paiton_native", "48", "103.90", "5.26", "-71.9", "+0.1", "+35.1"] in rows
+    assert ["tiered", "48", "13.19", "96.89", "+18.8", "?", "+90.8", "?", "+125.8", "?"] in rows
+    assert ["paiton_native", "48", "116", "298", "6,342"] in rows
+    assert ["cpu_cold", "3", "no", "figure"] in [row[:4] for row in rows]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_lines_fit_the_screen_and_nothing_is_cut(project: Project, width: int) -> None:
+    out = io.StringIO()
+    screen = Console(file=out, width=width, highlight=False)
+    cells = compose_cells([*FLASH, "path=tiered", "layers=3,48", "placement.resident_layers=20"], project)
+    print_many(screen, plan_cells(project, cells, [32, 104, 139]))
+    print_one(screen, plan_cells(project, cells[1:], [], suggest=True)[0])
+    kestrel = compose_cells(["model=qwen3_8b", "path=kestrel_vqf", "device=rtx5090", "placement.host_budget_mb=7000", "placement.slots=256"], project)
+    print_one(screen, plan_cells(project, kestrel, [], suggest=True)[0])
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    assert text.count("resident_layers=20") >= 3
+    joined = " ".join(text.split())
+    assert "host: 234 of 252 weights resident (placement.host_budget_mb=7000, placement.slots=256)" in joined
+    assert "252 slots and a budget of 7452 MB" in joined
+
+
+def test_json_is_one_document_with_totals_and_verdicts(project: Project) -> None:
+    code, text = run(project, *FLASH, "path=expert_q2", "layers=24", "--json", "--memory=32,139")
+    document = json.loads(text)
+    assert code == 3
+    assert [judged["verdict"]["fits"] for judged in document["judged"]] == [False, True]
+    parts = sum(line["bytes"] for line in document["ledger"]["lines"]) + document["ledger"]["state_bytes"]
+    assert document["ledger"]["device_bytes"] == parts + document["ledger"]["workspace"]["device_bytes"]
+    _, many = run(project, "-m", *FLASH, "path=expert_q2,kestrel_vqf", "layers=24", "--json")
+    assert ["reason" in one for one in json.loads(many)] == [False, True]
+
+
+def test_nano_on_the_cpu_has_one_memory_and_no_figures(project: Project) -> None:
+    geometry = project.root / "experiments/nano/config.json"
+    geometry.write_text((Path(__file__).parents[1] / "experiments/nano/config.json").read_text())
+    code, text = run(project, "model=nano", "device=cpu", "path=expert_q2", "layers=3")
+    assert code == 0 and "one memory" in text and "TG no figure" in text and "MiB" in text
+
+
+def test_an_earlier_out_of_memory_raises_the_estimate(project: Project) -> None:
+    words = (*FLASH, "path=ple_q2", "layers=6")
+    (cell,) = compose_cells(words, project)
+    failed = record_of(cell, Status.OOM, evidence={"capacity": {"ledger_bytes": 10 << 30, "device_free_bytes": 15 << 30}})
+    Store(project.runs).add(failed)
+    code, text = run(project, *words)
+    assert code == 3 and "out of memory at 6 layers" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--memory=big",), "--memory=big: a size in GiB above 0 is needed"),
+        (("--memory=32,",), "--memory=: a size in GiB above 0 is needed"),
+        (("--memory=-1",), "--memory=-1: a size in GiB"),
+        (("--memory=inf",), "--memory=inf: a size in GiB"),
+        (("--fast",), "--fast: unknown flag of `plan`"),
+        (("layers=49", "model=flash_next"), "layers=49: flash_next has 48 layers; choose 1 to 48"),
+        (("path=reference,ple_q2",), "several values ask for several runs"),
+        (("experiment=none",), "unknown experiment 'none'"),
+    ],
+)
+def test_wrong_words_are_one_line(project: Project, words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(LabError, match=message) as caught:
+        run(project, *words)
+    assert "\n" not in str(caught.value)
