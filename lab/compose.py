@@ -14,20 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from lab.cell import COMPONENTS, Cell
+from lab.composition import changed, composed
 from lab.devices import auto_device
 from lab.errors import LabError
-from lab.overrides import GROUPS, check_groups, check_keys, expand, hydra_words, parse
+from lab.overrides import GROUPS, check_groups, check_keys, expand, hydra_words, is_plain_change, parse
 from lab.project import Project, find_project
 
 ENGINES = ("local",)
@@ -110,7 +104,8 @@ def _config(project: Project, overrides: Sequence[Override]) -> dict[str, Any]:
     values = [o for o in overrides if o.key_or_group not in GROUPS]
     if values:
         check_keys(values, _keys(project.conf.resolve(), chosen))
-    plain = _hydra(project.conf.resolve(), (*chosen, *hydra_words(values)))
+    conf = project.conf.resolve()
+    plain = changed(conf, chosen, values) if all(map(is_plain_change, values)) else composed(conf, (*chosen, *hydra_words(values)))
     return {str(key): value for key, value in plain.items()}
 
 
@@ -124,22 +119,7 @@ def _chosen(project: Project, overrides: Sequence[Override]) -> tuple[str, ...]:
 
 @cache
 def _keys(conf: Path, words: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(_dotted(_hydra(conf, words)))
-
-
-@cache
-def _hydra(conf: Path, words: tuple[str, ...]) -> dict[Any, Any]:
-    """The plain, resolved result of one composition. Raises LabError for whatever Hydra, OmegaConf or YAML has to say."""
-    try:
-        # Another composition in this process (a test, a notebook) may have left Hydra initialised.
-        GlobalHydra.instance().clear()
-        with initialize_config_dir(str(conf), version_base="1.3"):
-            config = hydra_compose("config", overrides=list(words))
-            plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise LabError(f"configuration: {_one_line(error)}") from None
-    assert isinstance(plain, dict)
-    return plain
+    return tuple(_dotted(composed(conf, words)))
 
 
 def _cell(project: Project, config: dict[str, Any]) -> Cell:

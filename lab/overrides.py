@@ -122,6 +122,11 @@ def hydra_words(overrides: Sequence[Override]) -> list[str]:
     return words
 
 
+def is_plain_change(override: Override) -> bool:
+    """Whether the override gives a new value to a key that is there: no adding, deleting or new codec option."""
+    return not (override.is_add() or override.is_force_add() or override.is_delete() or override.package is not None or _is_option(override.key_or_group))
+
+
 def _is_option(key: str) -> bool:
     """Whether the key is a codec option; which ones a codec has is for the codec to say."""
     return key.startswith("path.components.") and ".options." in key

@@ -200,3 +200,21 @@ def test_a_plain_cell_has_a_plain_fill_command(project: Project) -> None:
 def test_options_without_a_codec_to_take_them_are_refused(project: Project) -> None:
     with pytest.raises(LabError, match="path.components.experts: codec source takes no options, got group; choose a codec too"):
         compose_cells(["path=reference", "layers=3", "path.components.experts.options.group=3"], project)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("path=expert_q2", "layers=3"),
+        ("path=expert_q2", "layers=3", "path.components.experts.codec=q2_levels"),
+        ("path=reference", "bench.repeats=9", "bench=thorough", "model.trained_depths=[1,2]"),
+        ("path=tiered", "placement.slots=4", "mode=eager", "model.corpus='a b.txt'"),
+        ("path=expert_q2", "path.components.experts={codec: w3_levels}"),
+    ],
+)
+def test_plain_changes_compose_to_what_hydra_composes(project: Project, words: tuple[str, ...]) -> None:
+    (quick,) = plan(project, [*words, "device=cpu"]).cells
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lab.compose.is_plain_change", lambda override: False)
+        (slow,) = plan(project, [*words, "device=cpu"]).cells
+    assert quick == slow
