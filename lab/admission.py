@@ -18,10 +18,14 @@ from lab.record import GateResult, Measurement, Status, WorkerResult
 
 MAX_ROOFLINE_PCT = 105.0
 """Above the physical bound by more than its own measuring error (5 %), a rate cannot be right."""
-MIN_REPEATS_FOR_SPREAD = 5
+MIN_REPEATS = 5
+"""As many as a bench must have (`lab.cell.BenchSpec`)."""
 _TIMED_UNITS = ("tok/s",)
 _OUTPUT = ("ppl", "bits_per_byte", "kld_mean", "kld_p99", "top1_agreement", "corpus_nll_mean")
 """Metrics made from the model's output: an invalid one among them makes every speed of the attempt meaningless."""
+
+_NEVER_ZERO = ("load_s", "resident_bytes", "peak_memory_bytes", "decode_bytes_per_token")
+"""Something was loaded, held and read: a zero here was not measured."""
 
 # The values a metric can have at all: (lowest, highest), None = unbounded. Rounding may leave 1e-3 outside.
 _ROUNDING = 1e-3
@@ -180,6 +184,8 @@ def refusal_of(name: str, found: Measurement, result: WorkerResult) -> Refusal |
         return Status.NUMERIC_INVALID, f"measured in {found.unit} by {found.protocol}, but {name} is in {known.unit} by {known.protocol}"
     if impossible := _impossible(name, found):
         return Status.NUMERIC_INVALID, impossible
+    if name in _NEVER_ZERO and found.value == 0:
+        return Status.IMPLAUSIBLE, f"{name} of zero is a measurement that did not happen"
     return _implausible(name, found, result)
 
 
@@ -193,7 +199,9 @@ def _implausible(name: str, found: Measurement, result: WorkerResult) -> Refusal
     if found.unit in _TIMED_UNITS:
         if found.value == 0:
             return Status.IMPLAUSIBLE, "a rate of zero is a measurement that did not happen"
-        if len(found.samples) >= MIN_REPEATS_FOR_SPREAD and min(found.samples) == max(found.samples):
+        if len(found.samples) < MIN_REPEATS:
+            return Status.NUMERIC_INVALID, f"{len(found.samples)} samples, at least {MIN_REPEATS} are needed: a rate without its repeats shows no spread"
+        if min(found.samples) == max(found.samples):
             return Status.IMPLAUSIBLE, f"{len(found.samples)} repeats without any spread: the clock was not read"
     realised, requested = found.details.get("realised_tokens"), found.details.get("requested_tokens")
     if realised != requested:

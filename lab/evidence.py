@@ -26,9 +26,12 @@ def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
         return [(Status.PATH_NOT_EXECUTED, f"the worker reported no {', '.join(missing)}: nothing shows that the path ran")]
     if evidence["layers"] != cell.layers:
         return [(Status.PATH_NOT_EXECUTED, f"{evidence['layers']} layers ran, {cell.layers} were asked for")]
+    if not evidence["tokens_forwarded"]:
+        return [(Status.PATH_NOT_EXECUTED, "no token went through the model")]
     if not cell.path.evidence:
         return [(Status.PATH_NOT_EXECUTED, f"path {cell.path.name} has no evidence rules, so nothing can show that it ran")]
     findings = [f for rule in cell.path.evidence for f in _check_rule(cell, rule, evidence)]
+    findings += _options(cell, evidence)
     return sorted(findings, key=lambda f: f[0] is not Status.PATH_NOT_EXECUTED)
 
 
@@ -47,6 +50,20 @@ def _check_rule(cell: Cell, rule: EvidenceRule, evidence: dict[str, Any]) -> lis
             findings.append((Status.PATH_NOT_EXECUTED, f"{where}: {problem}"))
     if (share := _resident_share(rule, allowed, device, evidence)) < rule.residency:
         findings.append((Status.DEGRADED, f"{rule.component}: {share:.1%} of its weights are resident as {rule.op}, {rule.residency:.1%} are required"))
+    return findings
+
+
+def _options(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
+    """Codec options that the cell asked for and that did not run: two cells may differ in nothing else."""
+    ran = evidence.get("codec_options", {})
+    findings = []
+    for component, plan in cell.path.components.items():
+        if not evidence["component_layers"].get(component):
+            continue
+        for key, value in plan.options.items():
+            found = ran.get(component, {}).get(key)
+            if found != (list(value) if isinstance(value, tuple) else value):
+                findings.append((Status.PATH_NOT_EXECUTED, f"{component}: {plan.codec} ran with {key}={found}, {key}={value} was asked for"))
     return findings
 
 

@@ -16,23 +16,26 @@ from lab.admission import MAX_ROOFLINE_PCT
 
 SENTENCES: Mapping[str, Mapping[str, str]] = {
     "depth_inversion": {
-        "en": "{what}: {deep} at {deep_layers} layers is faster than {shallow} at {shallow_layers} layers; more layers are more work, so one of the two is"
+        "en": "{where}: {deep} at {deep_layers} layers is faster than {shallow} at {shallow_layers} layers; more layers are more work, so one of the two is"
         " disturbed, mislabelled or measured differently",
-        "zh": "{what}:{deep_layers} 层的 {deep} 快于 {shallow_layers} 层的 {shallow};层数越多计算越多,两者之中必有一个受到干扰、标错或测法不同",
+        "zh": "{where}：{deep_layers} 层的 {deep} 快于 {shallow_layers} 层的 {shallow}；层数越多计算越多，两者之中必有一个受到干扰、标错或测法不同",
     },
     "aggregate_below_single": {
-        "en": "{what}: {count} sequences together reach {aggregate}, less than one alone at {single}; a batch cannot total less than its single stream",
-        "zh": "{what}:{count} 路合计 {aggregate},低于单路的 {single};一批的总和不应低于单路",
+        "en": "{where}: {count} sequences together reach {aggregate}, less than one alone at {single}; a batch cannot total less than its single stream",
+        "zh": "{where}：{count} 路合计 {aggregate}，低于单路的 {single}；一批的总和不应低于单路",
     },
     "above_bound": {
-        "en": "{what}: {value} is above the physical bound of {bound} ({basis})",
-        "zh": "{what}:{value} 高于物理上界 {bound}({basis})",
+        "en": "{where}: {value} is above the physical bound of {bound} ({basis})",
+        "zh": "{where}：{value} 高于物理上界 {bound}（{basis}）",
     },
     "above_vocabulary": {
-        "en": "{what}: a perplexity of {value} is above the vocabulary size {vocabulary}: worse than guessing",
-        "zh": "{what}:困惑度 {value} 高于词表大小 {vocabulary},比随机猜测还差",
+        "en": "{where}: a perplexity of {value} is above the vocabulary size {vocabulary}: worse than guessing",
+        "zh": "{where}：困惑度 {value} 高于词表大小 {vocabulary}，比随机猜测还差",
     },
 }
+_TITLES = {"tg": {"en": "TG", "zh": "TG"}, "pp": {"en": "PP", "zh": "PP"}, "agg4": {"en": "4-way", "zh": "4 路"}, "ppl": {"en": "PPL", "zh": "PPL"}}
+_DEPTH = {"en": "{layers} layers", "zh": "{layers} 层"}
+_JOIN = {"en": ", ", "zh": "，"}
 RATES = ("pp", "tg", "agg4")
 
 
@@ -57,15 +60,20 @@ class Observation:
 
 @dataclass(frozen=True)
 class Flag:
-    """A broken rule and the observations (by name) it casts doubt on."""
+    """A broken rule, the observations (by name) it casts doubt on, and what the sentence needs: quantity, series, depth (None: several), numbers."""
 
     rule: str
     names: tuple[str, ...]
+    quantity: str
+    series: str
+    layers: int | None
     facts: tuple[tuple[str, str], ...]
 
     def sentence(self, language: str = "en") -> str:
         """What does not fit, in one sentence without a full stop."""
-        return SENTENCES[self.rule][language].format(**dict(self.facts))
+        where = [_TITLES[self.quantity][language], self.series]
+        where += [_DEPTH[language].format(layers=self.layers)] if self.layers is not None else []
+        return SENTENCES[self.rule][language].format(where=_JOIN[language].join(where), **dict(self.facts))
 
 
 def flags(observations: Iterable[Observation]) -> list[Flag]:
@@ -106,9 +114,9 @@ def _weak_aggregates(known: list[Observation]) -> list[Flag]:
 
 
 def _flag(rule: str, about: tuple[Observation, ...], **facts: str) -> Flag:
-    what = about[0].series + ("" if about[0].layers is None or rule == "depth_inversion" else f", {about[0].layers} layers")
-    title = {"tg": "TG", "pp": "PP", "agg4": "4-way", "ppl": "PPL"}.get(about[0].quantity, about[0].quantity)
-    return Flag(rule, tuple(o.name for o in about), tuple({"what": f"{title}, {what}", **facts}.items()))
+    first = about[0]
+    depth = None if rule == "depth_inversion" else first.layers
+    return Flag(rule, tuple(o.name for o in about), first.quantity, first.series, depth, tuple(facts.items()))
 
 
 def _rate(value: float) -> str:

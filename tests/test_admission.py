@@ -71,6 +71,11 @@ REFUSED = [
     ("tg128_tok_s", rate(GOOD, roofline_pct=106.0), Status.IMPLAUSIBLE, "106.0 % of the physical bound"),
     ("tg128_tok_s", rate([50.0] * 5), Status.IMPLAUSIBLE, "without any spread"),
     ("tg128_tok_s", rate([0.0, 0.0]), Status.IMPLAUSIBLE, "zero"),
+    ("tg128_tok_s", rate(GOOD[:4]), Status.NUMERIC_INVALID, "4 samples, at least 5"),
+    ("tg128_tok_s", Measurement(value=50, unit="tok/s", protocol="tg@1"), Status.NUMERIC_INVALID, "0 samples, at least 5"),
+    ("resident_bytes", Measurement(value=0, unit="B", protocol="resident@1"), Status.IMPLAUSIBLE, "zero"),
+    ("peak_memory_bytes", Measurement(value=0, unit="B", protocol="peak@1"), Status.IMPLAUSIBLE, "zero"),
+    ("decode_bytes_per_token", Measurement(value=0, unit="B", protocol="counted@1"), Status.IMPLAUSIBLE, "zero"),
     ("tg128_tok_s", rate(GOOD, details={"requested_tokens": 128, "realised_tokens": 1}), Status.IMPLAUSIBLE, "1 tokens .* 128"),
     ("tg128_tok_s", rate(GOOD, details={"requested_tokens": 128}), Status.IMPLAUSIBLE, "None tokens .* 128"),
     ("agg4_tg128_tok_s", rate([40.0, 41.0, 39.0, 40.5, 39.5], "agg@1"), Status.IMPLAUSIBLE, "slower than one alone"),
@@ -93,7 +98,7 @@ def test_a_metric_that_cannot_be_right_becomes_a_gap_alone(cell: Cell, name: str
 
 ADMITTED = [
     ("tg128_tok_s", rate(GOOD, roofline_pct=104.0)),
-    ("tg128_tok_s", rate([50.0] * 4)),
+    ("tg128_tok_s", rate([50.0, 50.0, 50.0, 50.0, 50.001])),
     ("tg128_tok_s", rate(GOOD, details={"requested_tokens": 128, "realised_tokens": 128})),
     ("agg4_tg128_tok_s", rate(GOOD, "agg@1")),
     ("top1_agreement", Measurement(value=1.0, unit="fraction", protocol="kld@1")),

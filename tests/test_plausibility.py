@@ -71,6 +71,9 @@ def test_speeds_that_fall_with_depth_are_never_flagged(points: list[tuple[int, f
 def test_every_rule_has_its_sentence_in_both_languages(rule: str) -> None:
     names = [part.split("}")[0] for part in SENTENCES[rule]["en"].split("{")[1:]]
     for language, text in SENTENCES[rule].items():
-        shown = Flag(rule, ("a",), tuple((name, f"<{name}>") for name in names)).sentence(language)
-        assert all(f"<{name}>" in shown for name in names), language
+        facts = tuple((name, f"<{name}>") for name in names if name != "where")
+        shown = Flag(rule, ("a",), "agg4", "some path", 3, facts).sentence(language)
+        assert all(value in shown for _, value in facts) and "some path" in shown and "3" in shown, language
         assert "{" not in text.format(**dict.fromkeys(names, "x"))
+    chinese = Flag(rule, ("a",), "agg4", "some path", 3, tuple((name, "1") for name in names if name != "where")).sentence("zh")
+    assert "layers" not in chinese and "4-way" not in chinese and "\uff1a" in chinese

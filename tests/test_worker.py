@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,6 +101,29 @@ def test_every_metric_is_measured_and_admitted(q2: WorkerResult) -> None:
     assert decision.gaps.pop("bits_per_byte")[0] is Status.UNSUPPORTED, "the tiny tokenizer is word-level"
     assert set(decision.gaps) <= {"pp512_tok_s", "tg128_tok_s", "agg4_tg128_tok_s"}
     assert "not meaningful" in q2.notes[0]
+
+
+def test_an_arm_that_differs_only_in_options_is_not_the_other_one(q2: WorkerResult) -> None:
+    other = a_cell(Q2)
+    plans = other.path.components | {"ple": ComponentPlan(codec="e4m3", options={"scale": "block128"})}
+    other = other.model_copy(update={"path": other.path.model_copy(update={"components": plans})})
+    assert check(a_cell(Q2), q2.evidence) == []
+    assert check(other, q2.evidence) == [(Status.PATH_NOT_EXECUTED, "ple: e4m3 ran with scale=global, scale=block128 was asked for")]
+    asked = plans | {"ple": ComponentPlan(codec="e4m3", options={"scale": "global"})}
+    assert check(other.model_copy(update={"path": other.path.model_copy(update={"components": asked})}), q2.evidence) == []
+
+
+def test_evidence_of_no_token_is_no_evidence(q2: WorkerResult) -> None:
+    idle = {**q2.evidence, "tokens_forwarded": 0, "ops": [{**op, "rows": 0} for op in q2.evidence["ops"]]}
+    assert check(a_cell(Q2), idle) == [(Status.PATH_NOT_EXECUTED, "no token went through the model")]
+
+
+def test_peak_memory_is_this_process_and_not_its_parents() -> None:
+    """Linux hands ru_maxrss down over fork and exec; a parent that held 300 MiB must not show in its child."""
+    child = "from lab.engines.local import peak_resident_bytes; import torch; print(peak_resident_bytes())"
+    parent = f"import subprocess, sys; held = bytearray(900 << 20); print(subprocess.check_output([sys.executable, '-c', {child!r}]).decode())"
+    alone, beside_a_large_parent = (int(subprocess.check_output([sys.executable, "-c", code])) for code in (child, parent))
+    assert beside_a_large_parent < min(900 << 20, 1.5 * alone)
 
 
 def test_steps_agree_with_the_whole(q2: WorkerResult) -> None:

@@ -71,7 +71,16 @@ class LocalEngine:
         """Peak bytes so far: allocated on the GPU, or resident in this process on the CPU (everything, Python included)."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
+        return peak_resident_bytes()
+
+
+def peak_resident_bytes() -> int:
+    """The most memory this process itself has held. Not `ru_maxrss`: Linux hands that down from the parent, so it would be at least the lab's own peak."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 def usable_cores() -> int:

@@ -60,14 +60,14 @@ class DivergenceTally:
         self.window.append(window[: len(rows)].cpu())
 
     def summary(self) -> dict[str, float]:
-        """{mean, stderr (0 for one window), median, p99, max, top1, tokens}. Raises ValueError when a divergence is not finite."""
+        """{mean, stderr (absent for one window), median, p99, max, top1, tokens}. Raises ValueError when a divergence is not finite."""
         kld, agree = torch.cat(self.kld), torch.cat(self.agree)
         if not bool(torch.isfinite(kld).all()):
             raise ValueError("a divergence is not finite: the path gives zero probability where the reference does not")
         mean, stderr = mean_and_stderr(kld, torch.cat(self.window))
         return {
             "mean": mean,
-            "stderr": stderr or 0.0,
+            **({} if stderr is None else {"stderr": stderr}),
             "median": float(kld.median()),
             "p99": float(kld.quantile(0.99)),
             "max": float(kld.max()),
@@ -83,7 +83,7 @@ def divergence_metrics(summary: dict[str, float], noise_floor: dict[str, float],
         name: Measurement(
             value=summary[key],
             unit=unit,
-            stderr=summary["stderr"] if name == "kld_mean" else None,
+            stderr=summary.get("stderr") if name == "kld_mean" else None,
             protocol=METRICS[name].protocol,
             details={**details, "noise_floor": noise_floor[key], "median": summary["median"], "max": summary["max"], "scored_tokens": int(summary["tokens"])},
         )
