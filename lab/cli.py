@@ -78,23 +78,30 @@ Exit: 0 everything fits, 3 something does not or is not known, 2."""
 
 COMPARE_HELP = """python -m lab compare A B [--json]
 
-A and B are attempts: CELL_ID (its newest OK attempt), CELL_ID/ATTEMPT or a record file. Says faster, slower, better or worse only where an
-interval and a rank test over the samples support it; refuses cells whose protocol, cache state or device differ. Exit: 0, 2."""
+A and B are attempts: CELL_ID (its newest OK attempt), CELL_ID/ATTEMPT or a record file. Says that A is faster or slower than B only where a rank test
+over the samples (p < 0.01) and the interval of the ratio (95 %) support it, and better or worse where standard errors do. Another device, machine or
+bench refuses the comparison, another protocol, cache state or text the metric.
+
+  --json          print the comparison as one JSON document
+
+Exit: 0, 2."""
 
 INVALIDATE_HELP = """python -m lab invalidate CELL_ID/ATTEMPT --reason TEXT
 
-Marks one attempt as not valid: it stays on disk, in MLflow (tag) and in reports, marked, and no number of it is shown as current any more.
-Exit: 0, 2."""
+Marks one attempt as not valid: it stays on disk, in MLflow (tag) and in reports, marked, and no number of it is shown as current any more. The mark
+is kept beside the record with the time and the user's name, and travels with it. Exit: 0, 2."""
 
 EXPORT_HELP = """python -m lab export FILE [experiment=NAME]
 
-Writes every record (or those of an experiment's cells), with their marks, to one file of JSON lines. Exit: 0, 2."""
+Writes every record (or those of an experiment's cells), with their marks, to one file of JSON lines for `import` on another machine. Log files do not
+travel. An earlier export of that name is replaced, any other file is not. Exit: 0, 2."""
 
 IMPORT_HELP = """python -m lab import [FILE ...]
 
-Takes the records of exported files into runs/; what is there already is left alone, so that it can be repeated and done in any order. Then
-closes attempts left by killed processes, moves back records that had to be kept in the temporary folder, mirrors into MLflow every record that is
-not there yet, brings the standing of each run up to date, and ends runs left RUNNING.
+Takes the records of exported files into runs/, as attempts numbered by time of start; what is there already is left alone, so that it can be repeated
+and done in any order. A file with any fault is refused as a whole. With or without a file, it closes attempts left by killed processes, moves back
+records that had to be kept in the temporary folder, mirrors into MLflow every record that is not there yet, brings the standing of each run up to date,
+and ends runs left RUNNING. MLflow can be rebuilt from runs/ alone.
 Exit: 0, 3 if the store did not take everything, 2."""
 
 MATRIX_HELP = """python -m lab matrix experiment=NAME [--json]

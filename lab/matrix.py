@@ -1,108 +1,64 @@
 """The matrix: what an experiment expects, set against what the records hold.
 
 Every (cell, metric) is one entry: measured, or a gap with its status, its reason and the command that would fill it. A cell shows its
-current attempt: the newest that is OK under today's protocol versions, else the newest. The others are counted as superseded and
-stay on disk. The books must close - expected = measured + gaps - and a matrix that does not close is never returned. The matrix trusts the
-records: whether a measured path was the claimed one is judged before a record is written (`lab.admission`).
+current attempt; how the others stand (`lab.standing`) is kept beside it. Numbers that cannot both be right (`lab.doubts`) become gaps that say so. The
+books must close - expected = measured + gaps - and a matrix that does not close is never returned. The matrix trusts the records: whether a measured
+path was the claimed one is judged before a record is written (`lab.admission`).
 """
 
 from __future__ import annotations
 
-import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from lab.books import Totals
 from lab.cell import Cell
+from lab.dead_ends import Closed, is_within
+from lab.doubts import QUANTITY_OF, Rate, observations
 from lab.errors import LabError
 from lab.experiment import Experiment
 from lab.metrics import METRICS
-from lab.record import Gap, Measurement, Record, Status
+from lab.plausibility import Flag, flags
+from lab.record import Gap, Record, Status
+from lab.rows import Entry, Row, Unreadable
+from lab.standing import NO_MARKS, Kind, Marks, age, distinct, standings
 
 if TYPE_CHECKING:
     import pandas as pd
 
-State = Literal["measured", "gap", "not_run"]
+__all__ = ["ComposeCell", "Entry", "Matrix", "RegisteredChange", "Row", "Unreadable", "build_matrix"]
+
 ComposeCell = Callable[[list[str]], Cell]
 """Overrides to the cell they mean: `lab.compose.compose_cell` of a project."""
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """A record file that could not be read: an attempt happened, and what it found is lost until the file is repaired."""
+class RegisteredChange:
+    """Another version of the experiment's file that records were made under: its sha256, when the first and the last of them started, and how many."""
 
-    cell_id: str
-    path: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """One expected cell: its current attempt (None: nothing counts), the attempts set aside, and why the newest one does not count."""
-
-    cell: Cell
-    point: dict[str, str]
-    current: Record | None
-    superseded: tuple[Record, ...]
-    unreadable: tuple[Unreadable, ...] = ()
-    stale: str = ""
-
-    @property
-    def fill(self) -> str:
-        """The command that measures this cell."""
-        return "python -m lab run " + shlex.join(f"{key}={value}" for key, value in self.point.items())
-
-    @property
-    def status(self) -> Status:
-        """How the cell stands, as one word."""
-        if self.current is not None:
-            return self.current.status
-        return Status.INFRA if self.unreadable and not self.superseded else Status.NOT_RUN
-
-    @property
-    def later(self) -> tuple[Record, ...]:
-        """Attempts newer than the current one, oldest first: they did not displace it, and a reader should know of them."""
-        return tuple(r for r in self.superseded if self.current is not None and _age(r) > _age(self.current))
-
-    @property
-    def record_path(self) -> str:
-        """Where the current attempt's record lies, from the project root; empty without one."""
-        return f"runs/{self.current.cell_id}/{self.current.attempt:03d}/record.json" if self.current else ""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One (cell, metric): either a measurement or a gap, never both."""
-
-    row: Row
-    metric: str
-    measurement: Measurement | None
-    gap: Gap | None
-
-    @property
-    def state(self) -> State:
-        """`not_run` is a gap too: the one that only needs the command to be run."""
-        if self.gap is None:
-            return "measured"
-        return "not_run" if self.gap.status is Status.NOT_RUN else "gap"
+    sha256: str
+    first: str
+    last: str
+    records: int
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The rows of an experiment and their entries, in the experiment's order."""
+    """The rows of an experiment and their entries by (cell hash, metric), in the experiment's order; the flags over its numbers."""
 
     experiment: Experiment
     rows: tuple[Row, ...]
     entries: dict[tuple[str, str], Entry]
     totals: Totals
     unreadable: tuple[Unreadable, ...] = ()
+    flags: tuple[Flag, ...] = ()
+    registered_changes: tuple[RegisteredChange, ...] = ()
 
     def entry(self, row: Row, metric: str) -> Entry:
         """The entry of one cell and metric."""
-        return self.entries[row.cell.id, metric]
+        return self.entries[row.key, metric]
 
     def frame(self) -> pd.DataFrame:
         """The long form: one line per (cell, metric)."""
@@ -115,21 +71,35 @@ class Matrix:
         return [_flat(entry) for entry in self.entries.values()]
 
 
-def build_matrix(experiment: Experiment, records: Iterable[Record], compose_cell: ComposeCell, unreadable: Iterable[Unreadable] = ()) -> Matrix:
+def build_matrix(
+    experiment: Experiment,
+    records: Iterable[Record],
+    compose_cell: ComposeCell,
+    unreadable: Iterable[Unreadable] = (),
+    marks: Marks = NO_MARKS,
+) -> Matrix:
     """Set the experiment against the records. Raises LabError for overrides that are no cell, BooksError if the books do not close."""
+    known = distinct(records)
     by_hash: dict[str, list[Record]] = defaultdict(list)
-    distinct = {(r.cell_hash, r.attempt, r.started_at, r.resume_key): r for r in records}
-    for record in distinct.values():
+    for record in known:
         by_hash[record.cell_hash].append(record)
     lost = tuple(sorted(unreadable, key=lambda item: item.path))
     rows = tuple(
-        _row(cell, point, by_hash.get(cell.hash, []), tuple(u for u in lost if u.cell_id == cell.id), experiment.metrics)
+        Row(
+            cell,
+            point,
+            standings(by_hash.get(cell.hash, ()), marks, experiment.metrics, experiment.weights),
+            tuple(u for u in lost if u.cell_id == cell.id),
+            next((Closed(experiment, end).reason() for end in experiment.dead_ends if end.where and is_within(cell, end.where)), ""),
+        )
         for cell, point in _expected(experiment, compose_cell)
     )
-    entries = {(row.cell.id, metric): _entry(row, metric) for row in rows for metric in experiment.metrics}
-    totals = _totals(experiment, rows, entries.values(), list(distinct.values()), len(lost))
+    entries = {(row.key, metric): _entry(row, metric) for row in rows for metric in experiment.metrics}
+    raised, doubted = _doubt(rows, entries)
+    entries |= doubted
+    totals = _totals(experiment, rows, entries.values(), known, len(lost))
     totals.close()
-    return Matrix(experiment, rows, entries, totals, lost)
+    return Matrix(experiment, rows, entries, totals, lost, raised, _registered_changes(experiment, rows))
 
 
 def _expected(experiment: Experiment, compose_cell: ComposeCell) -> list[tuple[Cell, dict[str, str]]]:
@@ -146,54 +116,53 @@ def _expected(experiment: Experiment, compose_cell: ComposeCell) -> list[tuple[C
     return list(found.values())
 
 
-def _row(cell: Cell, point: dict[str, str], records: list[Record], lost: tuple[Unreadable, ...], metrics: tuple[str, ...]) -> Row:
-    ordered = sorted(records, key=_age)
-    admissible = [r for r in ordered if r.status is Status.OK and not _stale(r, metrics)]
-    current = admissible[-1] if admissible else (ordered[-1] if ordered else None)
-    stale = _stale(current, metrics) if current is not None and current.status is Status.OK else ""
-    kept = None if stale else current
-    return Row(cell, point, kept, tuple(r for r in ordered if r is not kept), lost, stale)
-
-
-def _age(record: Record) -> tuple[datetime, int, str]:
-    """Sort key, oldest first. Time goes before the attempt number, which two machines may both have given out."""
-    try:
-        when = datetime.fromisoformat(record.started_at)
-    except ValueError:
-        when = datetime.min  # an unknown time never displaces a known one
-    return when if when.tzinfo else when.replace(tzinfo=UTC), record.attempt, record.resume_key
-
-
-def _stale(record: Record, metrics: tuple[str, ...]) -> str:
-    """Why the record's numbers are not today's: another protocol version or unit in a metric of the experiment. Empty if none."""
-    for name in metrics:
-        found, now = record.metrics.get(name), METRICS[name]
-        if found is not None and (found.protocol, found.unit) != (now.protocol, now.unit):
-            was, is_now = f"{found.protocol} in {found.unit}", f"{now.protocol} in {now.unit}"
-            return f"attempt {record.attempt} measured {name} under {was}; it is now {is_now}"
-    return ""
-
-
 def _entry(row: Row, metric: str) -> Entry:
     """The current attempt's measurement of the metric, or the gap that stands for it."""
     record = row.current
-    if record is None:
-        reason = row.stale or (f"record file unreadable: {row.unreadable[-1].path}" if row.unreadable else "never attempted")
-        return Entry(row, metric, None, Gap(status=row.status, reason=reason, fill=row.fill))
-    if record.status is Status.OK and metric in record.metrics:
+    if record is not None and metric in record.metrics:
         return Entry(row, metric, record.metrics[metric], None)
-    if metric in record.gaps:
+    if record is not None and metric in record.gaps:
         gap = record.gaps[metric]
         return Entry(row, metric, None, gap if gap.fill.strip() else gap.model_copy(update={"fill": row.fill}))
-    if record.status is Status.OK:
+    if record is not None and record.status is Status.OK:
         return Entry(row, metric, None, Gap(status=Status.NOT_RUN, reason=f"attempt {record.attempt} did not measure it", fill=row.fill))
-    return Entry(row, metric, None, Gap(status=record.status, reason=record.reason, fill=row.fill))
+    return Entry(row, metric, None, Gap(status=row.status, reason=row.reason, fill=row.fill))
+
+
+def _doubt(rows: tuple[Row, ...], entries: dict[tuple[str, str], Entry]) -> tuple[tuple[Flag, ...], dict[tuple[str, str], Entry]]:
+    """The flags over all measured rates, and a gap for every entry that one of them names: which of two is wrong cannot be told, so neither stands."""
+    shared = Counter(row.cell.id for row in rows)
+    named, rates = {}, []
+    for key, entry in entries.items():
+        if entry.measurement is not None and entry.row.current is not None and entry.metric in QUANTITY_OF:
+            cell = entry.row.cell
+            name = f"{cell.id if shared[cell.id] == 1 else entry.row.key}/{entry.metric}"
+            named[name] = key
+            rates.append(Rate(name, cell, entry.row.current, QUANTITY_OF[entry.metric], entry.measurement))
+    raised = flags(observations(rates))
+    sentences: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for flag in raised:
+        for name in flag.names:
+            sentences[named[name]].append(flag.sentence())
+    gaps = {key: Gap(status=Status.IMPLAUSIBLE, reason="; ".join(said), fill=entries[key].row.fill) for key, said in sentences.items()}
+    return tuple(raised), {key: replace(entries[key], measurement=None, gap=gap) for key, gap in gaps.items()}
+
+
+def _registered_changes(experiment: Experiment, rows: tuple[Row, ...]) -> tuple[RegisteredChange, ...]:
+    """The other versions of the file that the records of its cells were made under, by first use. A record that names none tells nothing."""
+    starts: dict[str, list[str]] = defaultdict(list)
+    for record in sorted((record for row in rows for record, _ in row.standings), key=age):
+        registered = record.provenance.get("experiments", {}).get(experiment.name)
+        if registered is not None and registered != experiment.sha256:
+            starts[str(registered)].append(record.started_at)
+    return tuple(RegisteredChange(digest, times[0], times[-1], len(times)) for digest, times in starts.items())
 
 
 def _totals(experiment: Experiment, rows: tuple[Row, ...], found: Iterable[Entry], known: list[Record], unreadable: int) -> Totals:
     """Count each side on its own: what is expected from the file, what was found from the entries, attempts from the records."""
-    hashes = {row.cell.hash for row in rows}
+    hashes = {row.key for row in rows}
     entries = list(found)
+    kinds = Counter(standing.kind for row in rows for _, standing in row.standings)
     return Totals(
         cells=len(rows),
         expected=len(experiment.points()) * len(experiment.metrics),
@@ -201,8 +170,11 @@ def _totals(experiment: Experiment, rows: tuple[Row, ...], found: Iterable[Entry
         gaps=sum(entry.gap is not None for entry in entries),
         not_run=sum(entry.state == "not_run" for entry in entries),
         attempts=len(known),
-        current=sum(row.current is not None for row in rows),
-        superseded=sum(len(row.superseded) for row in rows),
+        current=kinds[Kind.CURRENT],
+        superseded=kinds[Kind.SUPERSEDED],
+        invalidated=kinds[Kind.INVALIDATED],
+        stale=kinds[Kind.STALE_PROTOCOL],
+        other_weights=kinds[Kind.OTHER_WEIGHTS],
         elsewhere=sum(record.cell_hash not in hashes for record in known),
         unreadable=unreadable,
     )
@@ -226,4 +198,5 @@ def _flat(entry: Entry) -> dict[str, Any]:
         "record": row.record_path or None,
         "attempt": row.current.attempt if row.current else None,
         "superseded": len(row.superseded),
+        "invalidated": len(row.of(Kind.INVALIDATED)),
     }

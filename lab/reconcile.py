@@ -20,7 +20,7 @@ from lab.cell import Cell
 from lab.locks import hold, is_locked
 from lab.project import say
 from lab.record import Gap, Record, Status
-from lab.store import LOG, RECORD, RESERVE, RUNNING, Store, Stored, fallback_records, load_record
+from lab.store import LOG, RECORD, RESERVE, RUNNING, Store, Stored, fallback_records, load_record, wait_on
 
 KILLED = "the lab process was killed"
 
@@ -30,7 +30,7 @@ def reconcile(store: Store) -> list[Stored]:
     if not store.runs.is_dir() or not (store.unfinished() or store.half_made() or any(True for _ in fallback_records(store.runs))):
         return []
     added: list[Stored] = []
-    with _reported(store.runs), hold(store.runs / ".reconcile.lock", "reconcile", lambda owner: None, _never):
+    with _reported(store.runs), hold(store.runs / ".reconcile.lock", "reconcile", lambda owner: None, wait_on):
         # Oldest first, so that attempt numbers follow the order of the runs.
         for kept in sorted(fallback_records(store.runs), key=lambda stored: stored.record.started_at):
             with _reported(kept.file):
@@ -125,7 +125,3 @@ def _adopt(store: Store, kept: Stored) -> Stored:
     shutil.rmtree(kept.file.parent)
     say(f"{record.cell_id}: record moved from {kept.file.parent} to {file}")
     return Stored(file, record)
-
-
-def _never(_seconds: float) -> bool:
-    return False

@@ -1,8 +1,8 @@
 """The records on disk: `runs/<cell>/<attempt>/record.json`, the truth that MLflow and the reports are made from.
 
 An attempt's folder appears at once with its running marker inside, and its record is written aside and renamed, so that a reader never sees
-half of either. Space for the record is reserved before the measurement. Where the disk refuses anyway, the record goes to a fallback folder
-and says so. What the numbers are worth is not decided here.
+half of either. A record is never edited: what is said about it later stands beside it, in `marks.json`. Space for the record is reserved before the
+measurement. Where the disk refuses anyway, the record goes to a fallback folder and says so. What the numbers are worth is not decided here.
 """
 
 from __future__ import annotations
@@ -14,26 +14,32 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import IO, Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from lab.cell import Cell
-from lab.locks import is_locked, try_lock
+from lab.locks import hold, is_locked, try_lock
 from lab.record import Record
+from lab.standing import Mark, Marks, age
 
 RESERVE_BYTES = 256 * 1024
 """Kept free in an attempt's folder for its record."""
+MIN_FREE_BYTES = 2 << 20
+"""Needed on the disk of runs/ for an attempt's log; the record has its own reserve."""
 
-RECORD, RUNNING, LOG, MIRROR, RESERVE = "record.json", "running.json", "log.txt", "mirror.json", ".reserve"
+RECORD, RUNNING, LOG, MIRROR, RESERVE, MARKS = "record.json", "running.json", "log.txt", "mirror.json", ".reserve", "marks.json"
 NEW = ".new-"
 """Begins the name of an attempt's folder until it is complete."""
 SETTLED_S = 60.0
 """A folder younger than this may just be between its making and its lock."""
 _NUMBER = re.compile(r"\d{3,}")
+_MARKS = TypeAdapter(tuple[Mark, ...])
 
 
 @dataclass
@@ -53,10 +59,11 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Stored:
-    """A record and where it lies."""
+    """A record, where it lies, and what was said about it since."""
 
     file: Path
     record: Record
+    marks: tuple[Mark, ...] = ()
 
 
 class Store:
@@ -77,17 +84,14 @@ class Store:
             assert descriptor is not None, "a fresh file cannot be locked by anyone else"
             aside.chmod(0o755)
             reserve(aside / RESERVE)
-            while True:
-                number = max((n for n, _ in self._numbered(parent)), default=0) + 1
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps({**marker, "attempt": number}).encode(), 0)
-                try:
-                    aside.rename(parent / f"{number:03d}")
-                except OSError as error:
-                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                        raise
-                    continue  # another process took this number in between; an attempt is never overwritten
-                return Attempt(parent / f"{number:03d}", number, descriptor)
+            marked = descriptor
+
+            def mark(number: int) -> None:
+                os.ftruncate(marked, 0)
+                os.pwrite(marked, json.dumps({**marker, "attempt": number}).encode(), 0)
+
+            number = _place(aside, self.next_number(cell.id), mark)
+            return Attempt(parent / f"{number:03d}", number, descriptor)
         except BaseException:
             if descriptor is not None:
                 os.close(descriptor)
@@ -97,9 +101,42 @@ class Store:
     def finish(self, folder: Path, record: Record) -> Path:
         """Write the record into its attempt's folder and take the marker away. Raises OSError if the disk refuses."""
         (folder / RESERVE).unlink(missing_ok=True)
-        write_atomic(folder / RECORD, record.model_dump_json(indent=1) + "\n")
+        write_atomic(folder / RECORD, _text(record))
         (folder / RUNNING).unlink(missing_ok=True)
         return folder / RECORD
+
+    def add(self, record: Record, marks: Iterable[Mark] = ()) -> Stored:
+        """Take in a record made elsewhere, as the first free attempt from its own number on: whole or not at all. Raises OSError."""
+        parent = self.runs / record.cell_id
+        parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=NEW, dir=parent))
+        try:
+            aside.chmod(0o755)
+            self.mark(aside, marks)
+
+            def write(number: int) -> None:
+                with (aside / RECORD).open("wb") as stream:
+                    _write_through(stream, _text(record.model_copy(update={"attempt": number})).encode())
+
+            number = _place(aside, record.attempt, write)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        return load_attempt(parent / f"{number:03d}" / RECORD)
+
+    def mark(self, folder: Path, marks: Iterable[Mark]) -> bool:
+        """Add marks to those of an attempt; the same mark twice is one. True if any was new. Hold `changing` meanwhile. Raises OSError, ValueError."""
+        known = load_marks(folder)
+        merged = sorted({*known, *marks}, key=lambda mark: (mark.at, mark.by, mark.reason))
+        if len(merged) == len(known):
+            return False
+        write_atomic(folder / MARKS, _MARKS.dump_json(tuple(merged), indent=1).decode() + "\n")
+        return True
+
+    def changing(self) -> AbstractContextManager[None]:
+        """Held by whoever adds records of others or marks, so that two of them neither double nor lose one."""
+        self.runs.mkdir(parents=True, exist_ok=True)
+        return hold(self.runs / ".history.lock", f"pid {os.getpid()}", lambda owner: None, wait_on)
 
     def abandon(self, folder: Path) -> None:
         """Empty the folder of an attempt whose record is kept elsewhere, as far as the disk lets us."""
@@ -114,46 +151,48 @@ class Store:
         parent = self.runs / record.cell_id
         number = record.attempt
         if number == 0 or (parent / f"{number:03d}" / RECORD).exists():
-            number = max((n for n, _ in self._numbered(parent)), default=0) + 1
+            number = self.next_number(record.cell_id)
         folder = parent / f"{number:03d}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder, record.model_copy(update={"attempt": number})
 
-    def records(self) -> Iterator[Stored]:
-        """Every readable record, by cell and attempt. Unreadable ones are skipped; `unreadable` names them."""
-        for file in self.record_files():
+    def read(self, cell_id: str | None = None, known: Mapping[Path, Stored] = MappingProxyType({})) -> tuple[list[Stored], list[tuple[Path, str]]]:
+        """Every attempt (of one cell), by cell and number, and the record files that cannot be read, each with the reason in one line.
+
+        Attempts that are `known`, by record file, are not read again.
+        """
+        found: list[Stored] = []
+        bad: list[tuple[Path, str]] = []
+        for file in self.record_files(cell_id):
             try:
-                yield Stored(file, load_record(file))
-            except (OSError, ValueError):
-                continue  # listed by `unreadable`; one spoilt file must not hide the others
+                found.append(known.get(file) or load_attempt(file))
+            except (OSError, ValueError) as error:
+                bad.append((file, " ".join(str(error).split())[:200]))  # one spoilt file must not hide the others
+        return found, bad
+
+    def records(self) -> list[Stored]:
+        """Every readable record, by cell and attempt. Unreadable ones are left out; `unreadable` names them."""
+        return self.read()[0]
 
     def unreadable(self) -> list[tuple[Path, str]]:
         """The record files that do not hold a valid record, each with the reason in one line."""
-        bad = []
-        for file in self.record_files():
-            try:
-                load_record(file)
-            except (OSError, ValueError) as error:
-                bad.append((file, " ".join(str(error).split())[:200]))
-        return bad
+        return self.read()[1]
 
-    def record_files(self) -> list[Path]:
-        """The record files of all attempts, sorted by cell and attempt number."""
+    def record_files(self, cell_id: str | None = None) -> list[Path]:
+        """The record files of all attempts (of one cell), sorted by cell and attempt number."""
         if not self.runs.is_dir():
             return []
-        cells = sorted(p for p in self.runs.iterdir() if p.is_dir() and not p.name.startswith("."))
+        cells = sorted(p for p in self.runs.iterdir() if p.is_dir() and not p.name.startswith(".")) if cell_id is None else [self.runs / cell_id]
         return [folder / RECORD for cell in cells for _, folder in self._numbered(cell) if (folder / RECORD).is_file()]
 
     def newest(self, cell: Cell) -> Stored | None:
-        """The cell's newest valid attempt."""
-        for _, folder in reversed(self._numbered(self.runs / cell.id)):
-            try:
-                found = load_record(folder / RECORD)
-            except (OSError, ValueError):
-                continue  # running, or spoilt: neither is a result
-            if found.cell_hash == cell.hash:
-                return Stored(folder / RECORD, found)
-        return None
+        """The cell's newest attempt that can be read and was not invalidated: by time, since records from elsewhere get later numbers."""
+        found = [one for one in self.read(cell.id)[0] if one.record.cell_hash == cell.hash and not one.marks]
+        return max(found, key=lambda one: (age(one.record), one.record.attempt), default=None)
+
+    def next_number(self, cell_id: str) -> int:
+        """The number of the cell's next attempt."""
+        return max((number for number, _ in self._numbered(self.runs / cell_id)), default=0) + 1
 
     def unfinished(self) -> list[Path]:
         """Attempt folders with a running marker and no record: running now, or left by a process that was killed."""
@@ -181,14 +220,38 @@ def load_record(file: Path) -> Record:
         raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'record'}: {first['msg']}") from None
 
 
+def load_marks(folder: Path) -> tuple[Mark, ...]:
+    """What was said about the attempt in `folder` since it ended. Raises OSError, or ValueError for a file that holds no marks."""
+    try:
+        return _MARKS.validate_json((folder / MARKS).read_bytes())
+    except FileNotFoundError:
+        return ()
+    except ValidationError as error:
+        raise ValueError(f"{MARKS}: {error.errors()[0]['msg']}") from None
+
+
+def marks_of(attempts: Iterable[Stored]) -> Marks:
+    """Their marks by address, as `lab.standing` takes them."""
+    return {(one.record.cell_id, one.record.attempt): one.marks for one in attempts if one.marks}
+
+
+def load_attempt(file: Path) -> Stored:
+    """The record in `file` under its folder's number, with its marks. Raises as `load_record` and `load_marks` do.
+
+    Marks that cannot be read spoil the record: nobody could say whether it was invalidated.
+    """
+    record, folder = load_record(file), file.parent
+    if _NUMBER.fullmatch(folder.name) and int(folder.name) != record.attempt:
+        record = record.model_copy(update={"attempt": int(folder.name)})
+    return Stored(file, record, load_marks(folder))
+
+
 def write_atomic(file: Path, text: str) -> None:
     """Write `text` so that `file` is either absent, the old one or the whole new one, also after a power cut. Raises OSError."""
     descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        with os.fdopen(descriptor, "wb") as stream:
+            _write_through(stream, text.encode())
         os.chmod(name, 0o644)
         os.replace(name, file)
     except BaseException:
@@ -204,9 +267,38 @@ def write_atomic(file: Path, text: str) -> None:
 def reserve(file: Path) -> None:
     """Really occupy RESERVE_BYTES with `file`, so that they cannot be used up during a measurement. Raises OSError."""
     with file.open("wb") as stream:
-        stream.write(b"\0" * RESERVE_BYTES)
-        stream.flush()
-        os.fsync(stream.fileno())
+        _write_through(stream, b"\0" * RESERVE_BYTES)
+
+
+def _write_through(stream: IO[bytes], data: bytes) -> None:
+    """Write `data` and wait until the disk has it."""
+    stream.write(data)
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _place(aside: Path, number: int, prepare: Callable[[int], None]) -> int:
+    """Rename the folder `aside` to the first free attempt number from `number` on, prepared for it, and return that number. Raises OSError."""
+    while True:
+        prepare(number)
+        try:
+            aside.rename(aside.with_name(f"{number:03d}"))
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            number += 1  # another process took this number in between; an attempt is never overwritten
+        else:
+            return number
+
+
+def wait_on(seconds: float) -> bool:
+    """For `lab.locks.hold`: wait that long, and never give up."""
+    time.sleep(seconds)
+    return False
+
+
+def _text(record: Record) -> str:
+    return record.model_dump_json(indent=1) + "\n"
 
 
 def fallback_folder() -> Path:
@@ -221,7 +313,7 @@ def write_fallback(record: Record, runs: Path) -> Path:
     if base.is_symlink() or base.stat().st_uid != os.getuid():
         raise PermissionError(errno.EACCES, "belongs to somebody else", str(base))
     folder = Path(tempfile.mkdtemp(prefix=f"{record.cell_id}-", dir=base))
-    write_atomic(folder / RECORD, record.model_dump_json(indent=1) + "\n")
+    write_atomic(folder / RECORD, _text(record))
     write_atomic(folder / "origin.json", json.dumps({"runs": str(runs)}))
     return folder / RECORD
 

@@ -1,8 +1,9 @@
 """MLflow as a mirror of the records, written by the parent only and only when a record is final.
 
 A run is created, filled and ended in one go, so that none is left RUNNING by a measurement; a mirroring that was itself interrupted is
-completed by the next one, which finds the run by its `record_sha256` tag. MLflow never decides an outcome: where its store is locked or
-away, one line says so and `python -m lab import` makes up for it. A gap is a tag `gap.<metric>`, never a number.
+completed by the next one, which finds the run by what the record is known by (`record_id`). How an attempt stands changes later: then the tag
+`standing` of its cell's runs is brought up to date. MLflow never decides an outcome: where its store is locked or away, one line says so and
+`python -m lab import` makes up for it.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 
-from lab.locks import hold
-from lab.mlflow_store import EXPERIMENT, artifact_location, client_for, lock_file, probe, tracking_uri
+from lab.mlflow_store import EXPERIMENT, Turn, all_runs, get_run, tracking_uri
 from lab.project import Project, say
 from lab.provenance import utc_now
-from lab.record import Record, Status
-from lab.store import MIRROR, Stored, write_atomic
+from lab.record import Record
+from lab.run_fields import metric_values, params, run_status, standing_tag, tags
+from lab.standing import Standing, record_id, standings
+from lab.store import MIRROR, RECORD, Store, Stored, marks_of
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -32,8 +36,10 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 12.0
 """How long one mirroring tries before it leaves the record for `lab import`."""
-_TAG_LIMIT = 5000
-_COMPLETE = "complete"
+_INCOMPLETE, _COMPLETE = "incomplete", "complete"
+_UNEXPLAINED = "ended by `lab import`: it was left RUNNING and no record explains it"
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -65,166 +71,193 @@ class Tracker:
         """Mirror one record; what fails is in the answer and in one line on standard error. Never raises for a store in trouble."""
         return self.mirror_all([stored], patience_s)[0]
 
-    def mirror_all(self, records: Iterable[Stored], patience_s: float | None = None) -> list[Mirrored]:
-        """Mirror records in order, skipping none; a record that is there already is only looked up.
+    def mirror_all(self, records: Iterable[Stored], patience_s: float | None = None, advance: Callable[[], None] = lambda: None) -> list[Mirrored]:
+        """Mirror records in order, skipping none; of one that is there already only the standing is brought up to date.
 
-        A record file that went away or cannot be read is an answer with an error, too: the records after it are mirrored all the same.
+        A record file that went away or cannot be read is an answer with an error, too: the records after it are mirrored all the same. `advance` is called
+        after each.
         """
+        batch = list(records)
+        at_hand = {stored.file: stored for stored in batch}
+        stand = self._standings({stored.record.cell_id for stored in batch}, at_hand)
         answers: list[Mirrored] = []
-        trouble = False
         patience = PATIENCE_S if patience_s is None else patience_s
-        for stored in records:
-            try:
-                digest = hashlib.sha256(stored.file.read_bytes()).hexdigest()
-            except OSError as error:
-                answers.append(Mirrored(self.uri, "", utc_now(), error=f"{self.project.short(stored.file)}: {error.strerror}"))
-                say(f"{stored.record.cell_id}: {answers[-1].line()}")
-                continue
-            try:
-                # Patience is for the first failure; after it the others get one try each.
-                answer = self._patiently(stored, digest, time.monotonic() + (0.0 if trouble else patience))
-            except Exception as error:
-                # Whatever MLflow, SQLAlchemy or the network raise: the record is safe, and the exit code must not depend on a mirror.
-                trouble = True
-                answer = Mirrored(self.uri, digest, utc_now(), error=" ".join(f"{type(error).__name__}: {error}".split())[:200])
-                say(f"{stored.record.cell_id}: {answer.line()}")
-            self._remember(stored.file.parent, answer)
-            answers.append(answer)
+        with Turn(self.uri, self.project) as turn:
+            for stored in batch:
+                try:
+                    digest = hashlib.sha256(stored.file.read_bytes()).hexdigest()
+                except OSError as error:
+                    answers.append(Mirrored(self.uri, "", utc_now(), error=f"{self.project.short(stored.file)}: {error.strerror}"))
+                else:
+                    answers.append(self._answer(turn, stored, digest, stand.get(stored.file), patience))
+                    # Patience is for the first failure; after it the others get one try each.
+                    patience = 0.0 if answers[-1].error else patience
+                if answers[-1].error:
+                    say(f"{stored.record.cell_id}: {answers[-1].line()}")
+                advance()
+            # A new attempt may have changed how the others of its cell stand; those in the batch have their tag already.
+            touched = {stored.record.cell_hash for stored, answer in zip(batch, answers, strict=True) if answer.new and not answer.error}
+            self._restate(turn, [pair for file, pair in stand.items() if file not in at_hand and pair[0].cell_hash in touched], patience)
         return answers
 
-    def _patiently(self, stored: Stored, digest: str, deadline: float) -> Mirrored:
+    def restate(self, cell_id: str) -> bool:
+        """Bring the `standing` tags of one cell's runs up to date. False, and a line on standard error, where the store is in trouble."""
+        with Turn(self.uri, self.project) as turn:
+            return self._restate(turn, self._standings({cell_id}, {}).values(), PATIENCE_S)
+
+    def end_left_running(self) -> int:
+        """End, as KILLED and with a tag that says so, every run left RUNNING, and return how many. For when all records are mirrored: no record explains these.
+
+        Raises what MLflow raises.
+        """
+        with Turn(self.uri, self.project) as turn:
+            client, experiment = turn.take(time.monotonic() + PATIENCE_S)
+            left = [run for run in all_runs(client, experiment, "attributes.status = 'RUNNING'") if run.info.lifecycle_stage != "deleted"]
+            for run in left:
+                client.set_tag(run.info.run_id, "mirror", _UNEXPLAINED)
+                client.set_terminated(run.info.run_id, status="KILLED")
+        return len(left)
+
+    def _standings(self, cell_ids: Iterable[str], known: Mapping[Path, Stored]) -> dict[Path, tuple[Record, Standing]]:
+        """Every stored attempt at these cells and how it stands, by record file. Those that are `known` are not read again."""
+        store, found = Store(self.project.runs), {}
+        for cell_id in cell_ids:
+            cells: dict[str, list[Stored]] = defaultdict(list)
+            for one in store.read(cell_id, known)[0]:
+                cells[one.record.cell_hash].append(one)
+            for attempts in cells.values():
+                for record, standing in standings([one.record for one in attempts], marks_of(attempts)):
+                    found[self.project.runs / cell_id / f"{record.attempt:03d}" / RECORD] = (record, standing)
+        return found
+
+    def _answer(self, turn: Turn, stored: Stored, digest: str, stand: tuple[Record, Standing] | None, patience: float) -> Mirrored:
+        """Mirror one record, patiently; every failure of the store becomes the answer's error."""
+        try:
+            answer = self._patiently(turn, lambda client, experiment: self._upload(client, experiment, stored, digest, stand), patience)
+        except Exception as error:
+            # Whatever MLflow, SQLAlchemy or the network raise: the record is safe, and the exit code must not depend on a mirror.
+            answer = Mirrored(self.uri, digest, utc_now(), error=one_line(error))
+        self._remember(stored.file.parent, answer)
+        return answer
+
+    def _patiently(self, turn: Turn, action: Callable[[MlflowClient, str], _T], patience: float) -> _T:
         """Try until it works or the time is up; then raise what stood in the way."""
-        pause = 0.5
+        deadline, pause = time.monotonic() + patience, 0.5
         while True:
             try:
-                with hold(lock_file(self.uri, self.project), f"pid {os.getpid()}", lambda owner: None, _until(deadline)):
-                    probe(self.uri, max(1.0, deadline - time.monotonic()))
-                    return self._upload(stored, digest)
+                return action(*turn.take(deadline))
             except Exception:
+                turn.give_back()
                 if time.monotonic() + pause > deadline:
                     raise
                 time.sleep(pause)
                 pause *= 2
 
-    def _upload(self, stored: Stored, digest: str) -> Mirrored:
-        client = client_for(self.uri)
-        experiment = self._experiment(client)
+    def _upload(self, client: MlflowClient, experiment: str, stored: Stored, digest: str, stand: tuple[Record, Standing] | None) -> Mirrored:
         record = stored.record
-        run = _find(client, experiment, digest)
-        new = run is None or not _is_complete(run)
-        if run is None or new:
-            if run is None:
-                tags = {"record_sha256": digest, "mirror": "incomplete"}
-                name = f"{record.cell_id}#{record.attempt:03d}"
-                run = client.create_run(experiment, start_time=_millis(record.started_at), tags=tags, run_name=name)
-            run_id = run.info.run_id
-            try:
-                self._fill(client, run_id, record, stored.file)
-            except BaseException:
-                # Ended all the same: a run left RUNNING would look like a measurement in progress. `mirror` still says incomplete.
-                client.set_terminated(run_id, status="FAILED", end_time=_millis(record.finished_at))
-                raise
-            client.set_terminated(run_id, status=run_status(record), end_time=_millis(record.finished_at))
-            client.set_tag(run_id, "mirror", _COMPLETE)
-        return Mirrored(self.uri, digest, utc_now(), experiment_id=experiment, run_id=run.info.run_id, new=new)
+        run = self._find(client, experiment, stored, digest)
+        told = {"record_id": record_id(record)} | (standing_tag(stand[1]) if stand else {})
+        if run is not None and _is_complete(run):
+            _retag(client, run, told)
+            return Mirrored(self.uri, digest, utc_now(), experiment_id=experiment, run_id=run.info.run_id, new=False)
+        if run is None:
+            name = f"{record.cell_id}#{record.attempt:03d}"
+            begun = {**tags(record), **told, "record_sha256": digest, "record": self.project.short(stored.file), "mirror": _INCOMPLETE}
+            run = client.create_run(experiment, start_time=_millis(record.started_at), tags=begun, run_name=name)
+        run_id = run.info.run_id
+        try:
+            self._fill(client, run_id, stored, {**told, "mirror": _COMPLETE})
+        except BaseException:
+            # Ended all the same: a run left RUNNING would look like a measurement in progress. `mirror` still says incomplete.
+            client.set_terminated(run_id, status="FAILED", end_time=_millis(record.finished_at))
+            raise
+        client.set_terminated(run_id, status=run_status(record), end_time=_millis(record.finished_at))
+        return Mirrored(self.uri, digest, utc_now(), experiment_id=experiment, run_id=run_id)
 
-    def _fill(self, client: MlflowClient, run_id: str, record: Record, file: Path) -> None:
+    def _fill(self, client: MlflowClient, run_id: str, stored: Stored, last: dict[str, str]) -> None:
+        """Files, numbers and params, and the tags `last` in the same go: without them the run counts as incomplete."""
         from mlflow.entities import Metric, Param, RunTag
 
+        record = stored.record
+        with tempfile.TemporaryDirectory() as folder:
+            config = yaml.dump(record.cell, Dumper=_DUMPER, sort_keys=False, allow_unicode=True)
+            Path(folder, "config.yaml").write_text(config, encoding="utf-8")
+            Path(folder, RECORD).write_bytes(stored.file.read_bytes())
+            client.log_artifacts(run_id, folder)
         at = _millis(record.finished_at)
         client.log_batch(
             run_id,
             metrics=[Metric(name, value, at, 0) for name, value in metric_values(record).items()],
             params=[Param(name, value) for name, value in params(record).items()],
-            tags=[RunTag(name, value) for name, value in {**tags(record), "record": self.project.short(file)}.items()],
+            tags=[RunTag(name, value) for name, value in last.items()],
         )
-        client.log_text(run_id, yaml.safe_dump(record.cell, sort_keys=False, allow_unicode=True), "config.yaml")
-        client.log_text(run_id, file.read_text(), "record.json")
 
-    def _experiment(self, client: MlflowClient) -> str:
-        found = client.get_experiment_by_name(EXPERIMENT)
-        if found is not None:
-            return str(found.experiment_id)
-        return str(client.create_experiment(EXPERIMENT, artifact_location=artifact_location(self.uri)))
+    def _find(self, client: MlflowClient, experiment: str, stored: Stored, digest: str) -> Run | None:
+        """The record's run: where mirror.json says, or by what the record is known by. Deleted runs count as there: somebody took them out of sight."""
+        identity = record_id(stored.record)
+        hint = self._remembered(stored.file.parent)
+        run = get_run(client, hint) if hint else None
+        if run is not None and (run.data.tags.get("record_id") == identity or run.data.tags.get("record_sha256") == digest):
+            return run
+        return next(all_runs(client, experiment, f"tags.record_id = '{identity}'"), None)
+
+    def _restate(self, turn: Turn, stands: Iterable[tuple[Record, Standing]], patience: float) -> bool:
+        """Set the `standing` tag of these records' runs where it is another now; one search for each cell."""
+        cells: dict[str, dict[str, Standing]] = defaultdict(dict)
+        for record, standing in stands:
+            cells[record.cell_hash][record_id(record)] = standing
+
+        def update(client: MlflowClient, experiment: str) -> None:
+            for cell_hash, wanted in cells.items():
+                for run in all_runs(client, experiment, f"tags.cell_hash = '{cell_hash}'"):
+                    if (standing := wanted.get(run.data.tags.get("record_id"))) is not None:
+                        _retag(client, run, standing_tag(standing))
+
+        try:
+            if cells:
+                self._patiently(turn, update, patience)
+        except Exception as error:
+            say(f"mlflow: how earlier attempts stand was not updated ({one_line(error)}); python -m lab import tries again")
+            return False
+        return True
+
+    def _remembered(self, folder: Path) -> str | None:
+        """The run that mirror.json names, if it is in this store. It is a hint and no more: whatever is wrong with it, the run is searched for."""
+        try:
+            found = json.loads((folder / MIRROR).read_bytes())
+            return str(found["run_id"]) if found["uri"] == self.uri and found["run_id"] else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def _remember(self, folder: Path, answer: Mirrored) -> None:
+        if answer.run_id is not None and not answer.new and self._remembered(folder) == answer.run_id:
+            return
         try:
-            write_atomic(folder / MIRROR, json.dumps(asdict(answer), indent=1) + "\n")
+            # Renamed, but not waited for: MLflow itself knows what it has; the file only saves the search.
+            aside = folder / f".{MIRROR}"
+            aside.write_text(json.dumps(asdict(answer), indent=1) + "\n", encoding="utf-8")
+            os.replace(aside, folder / MIRROR)
         except OSError as error:
-            # MLflow itself knows what it has; the file only saves people the search.
             say(f"{folder.name}: {MIRROR} not written ({error.strerror})")
 
 
-def run_status(record: Record) -> str:
-    """MLflow's terminal status: FINISHED for OK, KILLED for what was stopped from outside, FAILED for every other gap."""
-    if record.status is Status.OK:
-        return "FINISHED"
-    worker = record.provenance.get("worker", {})
-    stopped = worker.get("ended") in ("timeout", "interrupted", "lab_killed") or worker.get("signal") in ("SIGKILL", "SIGTERM")
-    return "KILLED" if stopped else "FAILED"
+def _retag(client: MlflowClient, run: Run, wanted: dict[str, str]) -> None:
+    """Set the tags that differ. A deleted run is left as it is."""
+    from mlflow.entities import RunTag
 
-
-def params(record: Record) -> dict[str, str]:
-    """The flat, short choices to group and compare runs by. The whole configuration is the artifact config.yaml."""
-    cell = record.cell
-    flat = {key: cell[key]["name"] for key in ("model", "path", "device", "bench")} | {"layers": cell["layers"], "engine": cell["engine"]}
-    flat |= {f"codec.{component}": part["codec"] for component, part in cell["path"]["components"].items()}
-    return {name: _fit(str(value)) for name, value in flat.items()}
-
-
-def tags(record: Record) -> dict[str, str]:
-    """What identifies the attempt, and one tag for every gap."""
-    found = {
-        "cell_id": record.cell_id,
-        "cell_hash": record.cell_hash,
-        "resume_key": record.resume_key,
-        "status": record.status.value,
-        "reason": record.reason or "-",
-        "path": str(record.cell["path"]["name"]),
-        "layers": str(record.cell["layers"]),
-        "attempt": str(record.attempt),
-        "fill": str(record.provenance.get("fill", "-")),
-        "mlflow.source.name": "python -m lab run",
-    }
-    commit = (record.provenance.get("git") or {}).get("commit")
-    found |= {"mlflow.source.git.commit": commit} if commit else {}
-    found |= {f"gap.{name}": f"{gap.status}: {gap.reason}" for name, gap in record.gaps.items()}
-    return {name: _fit(value) for name, value in found.items()}
-
-
-def metric_values(record: Record) -> dict[str, float]:
-    """The admitted numbers, with the extremes of repeated ones and the share of the physical bound."""
-    values: dict[str, float] = {}
-    for name, found in record.metrics.items():
-        extra = {"": found.value, "_min": found.min, "_max": found.max, "_roofline_pct": found.roofline_pct}
-        values |= {name + suffix: value for suffix, value in extra.items() if value is not None}
-    return values
-
-
-def _find(client: MlflowClient, experiment: str, digest: str) -> Run | None:
-    from mlflow.entities import ViewType
-
-    # Deleted runs count as there: somebody took them out of sight on purpose.
-    found = client.search_runs([experiment], f"tags.record_sha256 = '{digest}'", run_view_type=ViewType.ALL, max_results=1)
-    return found[0] if found else None
+    changed = [RunTag(name, value) for name, value in wanted.items() if run.data.tags.get(name) != value]
+    if changed and run.info.lifecycle_stage != "deleted":
+        client.log_batch(run.info.run_id, tags=changed)
 
 
 def _is_complete(run: Run) -> bool:
     return bool(run.info.lifecycle_stage == "deleted" or (run.info.status != "RUNNING" and run.data.tags.get("mirror") == _COMPLETE))
 
 
-def _until(deadline: float) -> Callable[[float], bool]:
-    def wait(seconds: float) -> bool:
-        time.sleep(seconds)
-        return time.monotonic() > deadline
-
-    return wait
-
-
 def _millis(time_text: str) -> int:
     return int(datetime.fromisoformat(time_text).timestamp() * 1000)
 
 
-def _fit(text: str) -> str:
-    """`text` within MLflow's limit for tags, cut where everybody sees it."""
-    return text if len(text) <= _TAG_LIMIT else text[: _TAG_LIMIT - 40] + " ... [cut; whole in record.json]"
+def one_line(error: Exception) -> str:
+    """What the store raised, as one line of moderate length."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

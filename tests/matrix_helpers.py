@@ -12,7 +12,10 @@ from typing import Any
 from lab.cell import BenchSpec, Cell, ComponentPlan, DeviceSpec, ModelSpec, PathSpec
 from lab.experiment import Experiment, load_experiment
 from lab.metrics import METRICS
+from lab.project import Project
 from lab.record import Gap, Measurement, Record, Status
+from lab.standing import Mark
+from lab.store import Store, Stored
 
 SMALL = """\
 name: small
@@ -109,6 +112,24 @@ def record(
         elapsed_s=30.0,
         **fields,
     )
+
+
+def project_at(folder: Path) -> Project:
+    """A project of that folder with the small experiment in it, and no records."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_experiment(folder)
+    return Project(root=folder, runs=folder / "runs")
+
+
+def keep(project: Project, *records: Record) -> list[Stored]:
+    """The records, stored as the project's own attempts."""
+    store = Store(project.runs)
+    return [store.add(one.model_copy(update={"attempt": store.next_number(one.cell_id)})) for one in records]
+
+
+def invalidated(reason: str = "the machine was busy", at: str = "2026-08-02T00:00:00.000+00:00") -> Mark:
+    """A mark that somebody put on an attempt."""
+    return Mark(what="invalidated", reason=reason, at=at, by="somebody")
 
 
 def complete(of: Cell, kld: float, speed: float = 100.0, **rest: Any) -> Record:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 from lab import matrix as matrix_module
 from lab.books import BooksError
 from lab.cell import Cell
+from lab.doubts import Rate, observations
 from lab.errors import LabError
 from lab.experiment import Experiment
 from lab.matrix import Matrix, Unreadable, build_matrix
 from lab.metrics import METRICS
 from lab.record import Gap, Record, Status
-from tests.matrix_helpers import cell, complete, compose, measured, record, small
+from tests.matrix_helpers import PROVENANCE, SMALL, cell, complete, compose, invalidated, measured, record, small
 
 METRIC_NAMES = ("ppl", "kld_mean", "pp512_tok_s", "expert_cosine")
 
@@ -29,7 +31,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
 
 
 def entry(matrix: Matrix, of: Cell, metric: str) -> matrix_module.Entry:
-    return matrix.entries[of.id, metric]
+    return matrix.entries[of.hash, metric]
 
 
 def test_without_records_every_entry_is_not_run(experiment: Experiment) -> None:
@@ -108,7 +110,7 @@ def test_numbers_of_another_protocol_do_not_count(experiment: Experiment, change
     gap = entry(matrix, of, "ppl").gap
     assert gap is not None and gap.status is Status.NOT_RUN
     assert "attempt 1 measured ppl under" in gap.reason and "it is now ppl/window@1 in ppl" in gap.reason
-    assert (matrix.totals.current, matrix.totals.superseded, matrix.totals.measured) == (0, 1, 0)
+    assert (matrix.totals.current, matrix.totals.stale, matrix.totals.measured) == (0, 1, 0)
 
 
 def test_a_raised_protocol_version_makes_old_records_stale(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +118,7 @@ def test_a_raised_protocol_version_makes_old_records_stale(experiment: Experimen
     assert build_matrix(experiment, records, compose).totals.measured == 4
     monkeypatch.setitem(METRICS, "pp512_tok_s", dataclasses.replace(METRICS["pp512_tok_s"], protocol="pp@2"))
     after = build_matrix(experiment, records, compose)
-    assert (after.totals.measured, after.totals.superseded) == (0, 1)
+    assert (after.totals.measured, after.totals.stale) == (0, 1)
 
 
 def test_an_older_current_protocol_beats_a_newer_stale_one(experiment: Experiment) -> None:
@@ -173,6 +175,117 @@ def test_books_that_do_not_close_are_never_returned(experiment: Experiment, monk
         build_matrix(experiment, [], compose)
 
 
+def rates(of: Cell, pp: float, spread: float = 0.02, **rest: Any) -> Record:
+    return record(of, {"pp512_tok_s": measured("pp512_tok_s", pp, spread)}, **rest)
+
+
+def test_an_invalidated_attempt_leaves_a_gap_that_says_why(experiment: Experiment) -> None:
+    of = cell("fine")
+    marks = {(of.id, 2): (invalidated("wrong text"),)}
+    only = build_matrix(experiment, [complete(of, 0.1, attempt=2)], compose, marks=marks)
+    gap = entry(only, of, "ppl").gap
+    assert gap is not None and (gap.status, gap.reason) == (Status.INVALIDATED, "attempt 2 was invalidated: wrong text")
+    assert gap.fill.endswith("path=fine layers=3")
+    assert (only.totals.current, only.totals.invalidated, only.totals.attempts) == (0, 1, 1)
+    both = build_matrix(experiment, [complete(of, 0.1, attempt=2), complete(of, 0.2, attempt=1)], compose, marks=marks)
+    assert both.rows[2].current == complete(of, 0.2, attempt=1)
+    assert [standing.text for _, standing in both.rows[2].standings] == ["CURRENT", "INVALIDATED: wrong text"]
+
+
+def test_of_stale_and_invalidated_attempts_the_stale_one_is_told(experiment: Experiment) -> None:
+    of = cell("fine")
+    stale = record(of, {"ppl": measured("ppl", 1.5, protocol="ppl/window@0")}, attempt=1)
+    row = build_matrix(experiment, [stale, complete(of, 0.1, attempt=2)], compose, marks={(of.id, 2): (invalidated(),)}).rows[2]
+    assert row.status is Status.NOT_RUN and "measured ppl under ppl/window@0" in row.reason
+
+
+def test_records_of_other_weights_than_the_pinned_ones_do_not_count(tmp_path: Path) -> None:
+    pinned = small(tmp_path, SMALL + "weights: {nano: " + "dead" * 16 + "}\n")
+    matrix = build_matrix(pinned, [complete(cell("fine"), 0.1)], compose)
+    gap = entry(matrix, cell("fine"), "ppl").gap
+    assert gap is not None and gap.status is Status.NOT_RUN and "the experiment pins nano to deaddeaddead" in gap.reason
+    assert (matrix.totals.other_weights, matrix.totals.measured) == (1, 0)
+
+
+def test_more_layers_faster_than_fewer_takes_both_numbers_away(experiment: Experiment) -> None:
+    slow, fast = cell("fine", 3), cell("fine", 6)
+    matrix = build_matrix(experiment, [rates(slow, 100.0), rates(fast, 150.0), rates(cell("coarse", 6), 150.0)], compose)
+    (flag,) = matrix.flags
+    assert flag.names == (f"{slow.id}/pp512_tok_s", f"{fast.id}/pp512_tok_s")
+    for of in (slow, fast):
+        gap = entry(matrix, of, "pp512_tok_s").gap
+        assert gap is not None and (gap.status, gap.reason) == (Status.IMPLAUSIBLE, flag.sentence())
+        assert f"layers={of.layers}" in gap.fill
+    assert "nano fine on cpu, bench standard: 150 tok/s at 6 layers is faster than 100 tok/s at 3 layers" in flag.sentence()
+    assert entry(matrix, cell("coarse", 6), "pp512_tok_s").measurement is not None
+    assert matrix.totals.measured == 1 and "IMPLAUSIBLE" in {line["status"] for line in matrix.long_form()}
+
+
+def test_four_sequences_slower_than_one_take_both_numbers_away(tmp_path: Path) -> None:
+    experiment = small(tmp_path, SMALL.replace("pp512_tok_s,", "tg128_tok_s, agg4_tg128_tok_s,"))
+    metrics = {name: measured(name, value) for name, value in (("tg128_tok_s", 100.0), ("agg4_tg128_tok_s", 50.0), ("ppl", 20.0))}
+    matrix = build_matrix(experiment, [record(cell("fine"), metrics)], compose)
+    assert [flag.rule for flag in matrix.flags] == ["aggregate_below_single"]
+    assert [name for name in experiment.metrics if entry(matrix, cell("fine"), name).measurement] == ["ppl"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"provenance": {**PROVENANCE, "machine": {"cpu": "Other CPU"}}},
+        {"provenance": {**PROVENANCE, "code_sha256": "beef" * 16}},
+        {"provenance": {**PROVENANCE, "packages": {"torch": "3.0"}}},
+        {"artifact": {"sha256": "dead" * 16}},
+        {"provenance": {}},
+    ],
+)
+def test_rates_of_other_machines_code_or_weights_are_not_set_against_each_other(experiment: Experiment, changed: dict[str, Any]) -> None:
+    matrix = build_matrix(experiment, [rates(cell("fine", 3), 100.0), rates(cell("fine", 6), 150.0, **changed)], compose)
+    assert (matrix.flags, matrix.totals.measured) == ((), 2)
+    unknown = [rates(cell("fine", layers), speed, provenance={}) for layers, speed in ((3, 100.0), (6, 150.0))]
+    assert build_matrix(experiment, unknown, compose).flags == (), "nobody knows that it was one machine"
+
+
+def test_two_series_that_read_alike_are_told_apart(experiment: Experiment) -> None:
+    other = {"provenance": {**PROVENANCE, "code_sha256": "beef" * 16}}
+    pairs = [(cell(path, layers), speed, rest) for path, rest in (("fine", {}), ("coarse", other)) for layers, speed in ((3, 100.0), (6, 150.0))]
+    alike = [Rate(str(i), of.model_copy(update={"path": pairs[0][0].path}), rates(of, v, **rest), "pp", measured("pp512_tok_s", v))
+             for i, (of, v, rest) in enumerate(pairs)]  # fmt: skip
+    series = [o.series for o in observations(alike)]
+    assert series[0] == series[1] != series[2] == series[3] and all("fine on cpu, bench standard (series " in text for text in series)
+
+
+def test_rates_that_overlap_are_left_alone(experiment: Experiment) -> None:
+    assert build_matrix(experiment, [rates(cell("fine", 3), 100.0, 0.2), rates(cell("fine", 6), 110.0, 0.2)], compose).flags == ()
+
+
+def test_a_changed_experiment_file_is_listed_with_its_records(experiment: Experiment) -> None:
+    def under(sha256: str | None, attempt: int, of: Cell) -> Record:
+        return complete(of, 0.1, attempt=attempt, provenance={**PROVENANCE, **({"experiments": {"small": sha256, "big": "b" * 64}} if sha256 else {})})
+
+    fine, foreign = cell("fine"), cell("foreign")
+    records = [under("new" * 3, 4, fine), under("old" * 3, 1, fine), under(None, 5, fine), under("old" * 3, 2, fine), under(experiment.sha256, 3, fine)]
+    changes = build_matrix(experiment, [*records, under("else" * 3, 6, foreign)], compose).registered_changes
+    assert [(c.sha256, c.first[14:16], c.last[14:16], c.records) for c in changes] == [("old" * 3, "01", "02", 2), ("new" * 3, "04", "04", 1)]
+
+
+def test_cells_that_share_an_id_keep_entries_of_their_own(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cell, "id", property(lambda self: "same"))
+    records = [rates(cell("fine", 3), 100.0), rates(cell("fine", 6), 150.0, attempt=2), complete(cell("coarse", 3), 0.3, attempt=3)]
+    matrix = build_matrix(experiment, records, compose)
+    assert len(matrix.entries) == 24 == matrix.totals.expected
+    assert {key[0] for key, found in matrix.entries.items() if found.gap and found.gap.status is Status.IMPLAUSIBLE} == {
+        cell("fine", 3).hash, cell("fine", 6).hash
+    }  # fmt: skip
+    assert entry(matrix, cell("coarse", 3), "pp512_tok_s").measurement is not None
+
+
+def test_attempts_that_do_not_add_up_are_refused(experiment: Experiment) -> None:
+    totals = build_matrix(experiment, [complete(cell("fine"), 0.1)], compose).totals
+    with pytest.raises(BooksError, match=r"2 attempts are not 1 current \+ 0 superseded \+ 0 invalidated \+ 0 stale \+ 0 other weights \+ 0 elsewhere"):
+        dataclasses.replace(totals, attempts=2).close()
+
+
 CELLS = [cell(path, layers) for path in ("reference", "fine", "coarse", "foreign") for layers in (3, 6)]
 
 
@@ -195,7 +308,7 @@ def test_the_books_close_for_any_history_in_any_order(experiment: Experiment, re
     matrix = build_matrix(experiment, records, compose)
     totals = matrix.totals
     assert totals.expected == 24 == totals.measured + totals.gaps
-    assert totals.attempts == len(records) == totals.current + totals.superseded + totals.elsewhere
+    assert totals.attempts == len(records) == totals.current + totals.superseded + totals.stale + totals.elsewhere
     assert all((e.measurement is None) != (e.gap is None) for e in matrix.entries.values())
     for found in (e for e in matrix.entries.values() if e.measurement):
         assert found.row.current is not None and found.row.current.status is Status.OK
@@ -203,3 +316,28 @@ def test_the_books_close_for_any_history_in_any_order(experiment: Experiment, re
     shuffled = records + records[: len(records) // 2]
     order.shuffle(shuffled)
     assert build_matrix(experiment, shuffled, compose).long_form() == matrix.long_form()
+
+
+CLOSED = (
+    SMALL
+    + """\
+dead_ends:
+  - {id: deep, what: coarse at depth, evidence: it was slow, since: "2026", reopen: a faster kernel, source: a post, where: {path: coarse, layers: 6}}
+"""
+)
+
+
+def test_a_dead_end_that_nobody_walked_is_no_open_task(tmp_path: Path) -> None:
+    matrix = build_matrix(small(tmp_path, CLOSED), [], compose)
+    dead = next(row for row in matrix.rows if (row.cell.path.name, row.cell.layers) == ("coarse", 6))
+    gap = matrix.entry(dead, "ppl").gap
+    assert dead.status is Status.DEAD_END and gap is not None and gap.status is Status.DEAD_END
+    assert "it was slow" in gap.reason and "a faster kernel" in gap.reason and gap.fill.endswith("layers=6 force=true")
+    assert [row.status for row in matrix.rows].count(Status.NOT_RUN) == 5
+    assert matrix.totals.not_run == 5 * 4 and matrix.totals.gaps == 6 * 4
+
+
+def test_what_was_forced_past_a_dead_end_shows_its_numbers(tmp_path: Path) -> None:
+    matrix = build_matrix(small(tmp_path, CLOSED), [complete(cell("coarse", 6), 0.5)], compose)
+    dead = next(row for row in matrix.rows if (row.cell.path.name, row.cell.layers) == ("coarse", 6))
+    assert dead.status is Status.OK and matrix.entry(dead, "kld_mean").measurement is not None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,18 @@ from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
 from lab.cli import import_records
-from lab.mlflow_store import EXPERIMENT, artifact_location, client_for, tracking_uri
+from lab.history import invalidate_command
+from lab.locks import hold
+from lab.metrics import METRICS
+from lab.mlflow_store import EXPERIMENT, artifact_location, client_for, lock_file, tracking_uri
 from lab.project import Project
 from lab.record import Status
+from lab.run_fields import metric_values, tags
 from lab.runner import Runner
-from lab.store import MIRROR, Store, Stored, fallback_records, load_record
+from lab.standing import record_id
+from lab.store import MIRROR, Store, Stored, fallback_records, load_attempt, load_record
 from lab.sweep import run_cells
-from lab.tracking import Tracker, metric_values, tags
+from lab.tracking import Tracker
 from tests.fake_lab import WORKER, evidence, inspect
 from tests.runner_helpers import cell_of, make_project, record_of
 
@@ -54,7 +61,8 @@ def stored(project: Project, status: Status = Status.OK, **changes: object) -> S
     cell = cell_of(project, *CELL[:2])
     store = Store(project.runs)
     attempt = store.open_attempt(cell, {})
-    record = record_of(cell, status, attempt=attempt.number, **changes)
+    times = {"started_at": f"2026-11-29T10:{attempt.number:02d}:00.000+00:00", "finished_at": f"2026-11-29T10:{attempt.number:02d}:05.000+00:00"}
+    record = record_of(cell, status, attempt=attempt.number, **times, **changes)
     file = store.finish(attempt.folder, record)
     attempt.close()
     return Stored(file, record)
@@ -244,3 +252,154 @@ def test_a_sweep_is_mirrored_and_says_where(project: Project, capsys: pytest.Cap
         assert json.loads((one.file.parent / MIRROR).read_text())["error"] is None
         assert load_record(one.file) == one.record
     assert "2 cells = 1 OK" in capsys.readouterr().out
+
+
+def standing_tags(project: Project) -> dict[str, str]:
+    return {run.data.tags["attempt"]: run.data.tags["standing"] for run in runs(project)}
+
+
+def test_a_newer_attempt_changes_how_the_earlier_ones_stand(project: Project) -> None:
+    tracker = Tracker(project)
+    tracker.mirror(stored(project, Status.OOM))
+    assert standing_tags(project) == {"1": "CURRENT"}
+    tracker.mirror(stored(project))
+    assert standing_tags(project) == {"1": "SUPERSEDED by attempt 2", "2": "CURRENT"}
+    tracker.mirror(stored(project, Status.TIMEOUT))
+    assert standing_tags(project) == {"1": "SUPERSEDED by attempt 2", "2": "CURRENT", "3": "SUPERSEDED by attempt 2"}
+
+
+def test_an_invalidation_reaches_every_run_of_its_cell_and_no_number_changes(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    Tracker(project).mirror_all([stored(project), stored(project)])
+    cell_id = cell_of(project, *CELL[:2]).id
+    assert invalidate_command(project, [f"{cell_id}/2", "--reason", "the machine was busy"]) == 0
+    assert standing_tags(project) == {"1": "CURRENT", "2": "INVALIDATED: the machine was busy"}
+    assert all((run.info.status, run.data.metrics["ppl"]) == ("FINISHED", 9.5) for run in runs(project))
+    assert "current now: attempt 1, OK" in capsys.readouterr().out
+
+
+def test_an_invalidation_stands_when_the_store_is_away(project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    one = stored(project)
+    Tracker(project).mirror(one)
+    blocker = sqlite3.connect(project.root / "mlflow.db", isolation_level=None)
+    blocker.execute("BEGIN EXCLUSIVE")
+    monkeypatch.setattr("lab.tracking.PATIENCE_S", 0.5)
+    assert invalidate_command(project, [f"{one.record.cell_id}/1", "--reason", "busy"]) == 0
+    assert "how earlier attempts stand was not updated (OperationalError: database is locked)" in capsys.readouterr().err
+    blocker.close()
+    assert standing_tags(project) == {"1": "CURRENT"}
+    assert import_records(project, []) == 0
+    assert standing_tags(project) == {"1": "INVALIDATED: busy"}
+
+
+def test_a_protocol_that_moved_on_shows_at_the_next_import(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    Tracker(project).mirror(stored(project))
+    monkeypatch.setitem(METRICS, "ppl", replace(METRICS["ppl"], protocol="ppl/window@2"))
+    assert import_records(project, []) == 0
+    assert standing_tags(project)["1"] == "STALE_PROTOCOL: attempt 1 measured ppl under ppl/window@1 in ppl; it is now ppl/window@2 in ppl"
+
+
+def test_mlflow_is_rebuilt_from_the_records_alone(project: Project, empty_store: Path) -> None:
+    def shown() -> list[tuple[object, ...]]:
+        unlike = ("mlflow.runName", "mlflow.user")
+        return sorted(
+            (r.info.run_name, r.info.status, r.data.metrics, r.data.params, {k: v for k, v in r.data.tags.items() if k not in unlike}) for r in runs(project)
+        )
+
+    for status in (Status.OK, Status.OOM, Status.OK):
+        stored(project, status)
+    assert import_records(project, []) == 0
+    before = shown()
+    (project.root / "mlflow.db").unlink()
+    shutil.rmtree(project.root / "mlartifacts")
+    shutil.copy(empty_store, project.root / "mlflow.db")
+    assert import_records(project, []) == 0
+    assert shown() == before and len(before) == 3
+
+
+def test_runs_left_running_without_a_record_are_ended_and_say_why(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    one = stored(project)
+    client = client_for(tracking_uri(project))
+    Tracker(project).mirror(one)
+    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    other = client.create_experiment("somebody else's")
+    lost, foreign = client.create_run(experiment), client.create_run(other)
+    client.delete_run(client.create_run(experiment).info.run_id)
+    mine = client.create_run(experiment, tags={"record_id": "0" * 64, "mirror": "incomplete"})
+    assert import_records(project, []) == 0
+    assert "2 runs were left RUNNING and no record explains them" in capsys.readouterr().err
+    for run in (lost, mine):
+        found = client.get_run(run.info.run_id)
+        assert found.info.status == "KILLED" and "no record explains it" in found.data.tags["mirror"]
+    assert client.get_run(foreign.info.run_id).info.status == "RUNNING"
+    assert import_records(project, []) == 0
+    assert "left RUNNING" not in capsys.readouterr().err
+
+
+def test_a_run_that_was_ended_so_is_completed_once_its_record_arrives(project: Project) -> None:
+    one = stored(project)
+    client = client_for(tracking_uri(project))
+    Tracker(project).mirror(stored(project))
+    experiment = client.get_experiment_by_name(EXPERIMENT).experiment_id
+    client.create_run(experiment, tags={"record_id": record_id(one.record), "mirror": "incomplete"})
+    assert Tracker(project).end_left_running() == 1
+    assert import_records(project, []) == 0
+    assert [(run.info.status, run.data.tags["mirror"]) for run in runs(project)] == [("FINISHED", "complete")] * 2
+
+
+def test_a_record_under_another_number_is_the_same_run(project: Project) -> None:
+    """Two machines mirror into one store; one of them imported the record of the other."""
+    one = stored(project)
+    first = Tracker(project).mirror(one)
+    moved = one.file.parent.with_name("007")
+    one.file.parent.rename(moved)
+    (moved / MIRROR).unlink()
+    again = Tracker(project).mirror(load_attempt(moved / one.file.name))
+    assert (again.new, again.run_id) == (False, first.run_id)
+
+
+def test_a_run_of_an_earlier_version_is_recognised_and_brought_up_to_date(project: Project) -> None:
+    """Before there was a record_id, runs were known by the sha256 of the record's file; mirror.json says which."""
+    one = stored(project)
+    answer = Tracker(project).mirror(one)
+    client = client_for(tracking_uri(project))
+    for name in ("record_id", "standing"):
+        client.delete_tag(answer.run_id, name)
+    again = Tracker(project).mirror(one)
+    assert (again.new, again.run_id) == (False, answer.run_id)
+    assert standing_tags(project) == {"1": "CURRENT"}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"uri": 1}', '{"uri": "%s", "run_id": "%s"}'])
+def test_a_wrong_hint_costs_a_search_and_nothing_else(project: Project, content: str) -> None:
+    one = stored(project)
+    answer = Tracker(project).mirror(one)
+    if "%s" in content:
+        content %= (tracking_uri(project), "0" * 32)
+    (one.file.parent / MIRROR).write_text(content)
+    again = Tracker(project).mirror(one)
+    assert (again.new, again.run_id) == (False, answer.run_id)
+    assert json.loads((one.file.parent / MIRROR).read_text())["run_id"] == answer.run_id
+
+
+def test_a_long_mirroring_lets_others_write_in_between(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [stored(project) for _ in range(12)]
+    monkeypatch.setattr("lab.mlflow_store.TURN_S", 0.0)
+    waited: list[bool] = []
+
+    def somebody() -> None:
+        with hold(lock_file(tracking_uri(project), project), "somebody", lambda owner: None, lambda seconds: bool(time.sleep(seconds))):
+            waited.append(len(answers) == 0)
+
+    answers: list[object] = []
+    other = threading.Thread(target=somebody)
+    started: list[bool] = []
+
+    def advance() -> None:
+        if not started:
+            started.append(True)
+            other.start()
+
+    answers += Tracker(project).mirror_all(many, advance=advance)
+    other.join(timeout=30)
+    assert waited == [True]
+    assert len(runs(project)) == 12

@@ -1,12 +1,15 @@
-"""From a matrix to files: render the template, draw the charts, write both whole or not at all.
+"""From a matrix to files: gather, render the template, set the page, draw the charts, write each file whole.
 
-The text lives in `templates/`, the numbers in `tables` and `verdicts`; this file only brings them together. No clock is read: the report
-is a function of the records, the experiment file and the metric table. It does not check the records' truth.
+The words live in `lang/`, their order in `templates/`, the numbers in the modules beside this one. No clock is read: the report is a function of the
+records, the experiment file, the sizes and the metric table, so the same input gives the same bytes. It does not check the records' truth.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,70 +17,123 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lab.matrix import Matrix
 from lab.metrics import METRICS
-from lab.report import charts, facts, numbers, tables, verdicts
+from lab.report import charts, facts, measured, provenance
+from lab.report.capacity import NO_CAPACITY, Capacity, account_tables, capacity_table
+from lab.report.claims import Claims, judge_claims
+from lab.report.closing import sums
+from lab.report.findings import closed_ways, findings
+from lab.report.gaps import gap_groups, glossary
+from lab.report.html import page
+from lab.report.language import Language
+from lab.report.markup import code, escape, table
+from lab.report.overview import questions, target_sections
+from lab.report.reported import claim_section
+from lab.report.results import results
+from lab.report.seal import seal_of
+from lab.report.tables import references
+from lab.report.verdicts import TargetResult, Verdict, criterion, judge, judge_target
 from lab.store import write_atomic
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def build_report(matrix: Matrix, folder: Path) -> list[Path]:
-    """Write `<experiment>.md` and its charts into `folder`; returns what was written, the report first."""
-    judged = [verdicts.judge(matrix, hypothesis) for hypothesis in matrix.experiment.hypotheses]
-    drawn = charts.draw(matrix, judged)
+def report_name(experiment: str, language: str) -> str:
+    """The name of a report's Markdown file; its page has the same name with `.html`."""
+    return f"{experiment}.md" if language == "en" else f"{experiment}.{language}.md"
+
+
+@dataclass(frozen=True)
+class Assessed:
+    """A matrix in one language with everything that is judged over it."""
+
+    matrix: Matrix
+    lang: Language
+    capacity: Capacity
+    verdicts: list[Verdict]
+    targets: list[TargetResult]
+    claims: Claims
+
+
+def build_report(matrix: Matrix, folder: Path, lang: Language, capacity: Capacity = NO_CAPACITY) -> list[Path]:
+    """Write the Markdown, the page and the charts into `folder`; returns what was written, the report first.
+
+    Raises BooksError where the report's lists do not add up to the matrix, LabError for a hypothesis whose chart would take another's name.
+    """
+    name = report_name(matrix.experiment.name, lang.code)
+    assessed = assess(matrix, lang, capacity)
+    drawn = charts.draw(matrix, assessed.verdicts, assessed.targets, assessed.claims, capacity)
+    text = render(assessed, drawn)
+    pictures = {charts.file_name(matrix.experiment.name, chart): drawing for chart, drawing in drawn.items()}
+    files = {name: text, f"{name.removesuffix('.md')}.html": page(text, pictures, lang("html_lang")), **pictures}
     folder.mkdir(parents=True, exist_ok=True)
-    for path in charts.owned(matrix, folder):
-        if path.name not in drawn:
+    for path in charts.owned(matrix.experiment, folder):
+        if path.name not in files:
             path.unlink()  # an earlier report's chart would otherwise stand beside tables it no longer agrees with
-    files = {f"{matrix.experiment.name}.md": render(matrix, judged, list(drawn)), **drawn}
-    for name, text in files.items():
-        write_atomic(folder / name, text)
-    return [folder / name for name in files]
+    for file, content in files.items():
+        write_atomic(folder / file, content)
+    return [folder / file for file in files]
 
 
-def render(matrix: Matrix, judged: list[verdicts.Verdict], chart_files: list[str]) -> str:
-    """The report as Markdown."""
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters.update(md=escape, code=code)
-    text = environment.get_template("report.md.j2").render(_context(matrix, judged, chart_files))
-    return re.sub(r"\n{3,}", "\n\n", text)
+def assess(matrix: Matrix, lang: Language, capacity: Capacity = NO_CAPACITY) -> Assessed:
+    """Judge hypotheses, targets and claims."""
+    experiment = matrix.experiment
+    verdicts = [judge(matrix, hypothesis, lang) for hypothesis in experiment.hypotheses]
+    return Assessed(matrix, lang, capacity, verdicts, [judge_target(matrix, target) for target in experiment.targets], judge_claims(matrix, capacity, lang))
 
 
-def escape(text: object) -> str:
-    """Free text for a Markdown line or table cell: no column breaks, no line breaks, no HTML, no accidental emphasis."""
-    flat = " ".join(str(text).split())
-    return re.sub(r"([|*\\])", r"\\\1", flat).replace("<", "&lt;")
+def render(assessed: Assessed, drawn: Collection[str]) -> str:
+    """The report as Markdown; `drawn` are the names of the charts that stand beside it."""
+    text = _environment().get_template("report.md.j2").render(_context(assessed, drawn))
+    spaced = re.sub(r"\n(?=#+ )", "\n\n", text)
+    return re.sub(r"\n{3,}", "\n\n", spaced).lstrip()
 
 
-def code(text: object) -> str:
-    """Text as a code span, with a fence longer than any run of backticks in it."""
-    flat = " ".join(str(text).split())
-    fence = "`" * (1 + max((len(run) for run in re.findall(r"`+", flat)), default=0))
-    return f"{fence} {flat} {fence}" if len(fence) > 1 else f"`{flat}`"
+@cache
+def _environment() -> Environment:
+    made = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    made.filters.update(md=escape, code=code, table=table)
+    return made
 
 
-def _context(matrix: Matrix, judged: list[verdicts.Verdict], chart_files: list[str]) -> dict[str, Any]:
-    records = tables.shown_records(matrix)
+def _context(assessed: Assessed, drawn: Collection[str]) -> dict[str, Any]:
+    """Everything the template sets."""
+    matrix, lang, capacity = assessed.matrix, assessed.lang, assessed.capacity
+    judged, targets, claims, experiment = assessed.verdicts, assessed.targets, assessed.claims, matrix.experiment
+    groups = gap_groups(matrix, lang)
+    numbers = references(matrix)
+    records = provenance.shown_records(matrix)
+    protocols = measured.protocols(matrix)
     return {
-        "experiment": matrix.experiment,
+        "lang": lang,
+        "t": lang,
+        "experiment": experiment,
         "models": sorted({row.cell.model.name for row in matrix.rows}),
         "totals": matrix.totals,
-        "dates": (min(r.started_at for r in records), max(r.finished_at for r in records)) if records else None,
+        "changes": matrix.registered_changes,
         "mixed": facts.differences(records),
-        "origin": tables.origin(matrix),
-        "recorded": tables.recorded(matrix),
-        "headline": tables.headline(matrix),
-        "judged": [(verdict, tables.ladder(matrix, verdict)) for verdict in judged],
-        "targets": verdicts.target_rows(matrix),
         "metrics": METRICS,
-        "per_metric": tables.per_metric(matrix),
-        "protocols": tables.protocols(matrix),
-        "compared": tables.compared(matrix, verdicts.compare_speeds(matrix)),
-        "noisy": verdicts.noisy(matrix),
-        "noisy_percent": numbers.significant(verdicts.SPREAD_LIMIT * 100, 2),
-        "later_failures": tables.later_failures(matrix),
-        "notes": [(row.cell.id, note) for row in matrix.rows if row.current for note in row.current.notes],
-        "cells": tables.cells(matrix),
-        "gaps": tables.gap_groups(matrix),
-        "unreadable": matrix.unreadable,
-        "charts": chart_files,
+        "charts": {name: charts.file_name(experiment.name, name) for name in drawn},
+        "questions": questions(matrix, judged, targets, numbers, lang),
+        "results": results(matrix, claims, numbers, lang),
+        "targets": target_sections(matrix, targets, claims, lang),
+        "per_metric": measured.per_metric(matrix, lang),
+        "nowhere": measured.measured_nowhere(matrix, lang),
+        "compared": measured.compare_speeds(matrix, lang),
+        "protocols": protocols,
+        "undetailed": [f"`{item.metric}` ({item.protocol})" for item in protocols if not item.details],
+        "judged": [(verdict, criterion(verdict.hypothesis.criterion, lang), measured.steps(matrix, verdict, lang)) for verdict in judged],
+        "gaps": groups,
+        "glossary": glossary(matrix, [flag.rule for _, flag in claims.flags], lang),
+        "closed": closed_ways(matrix, lang),
+        "claims": claim_section(claims, lang),
+        "accounts": account_tables(capacity, lang),
+        "capacity": capacity_table(matrix, capacity, lang),
+        "findings": findings(matrix, lang),
+        "dates": (min(r.started_at for r in records), max(r.finished_at for r in records)) if records else None,
+        "origin": provenance.origin(records),
+        "recorded": provenance.recorded(records),
+        "sums": [item.text(lang) for item in sums(matrix, groups, targets, judged, claims)],
+        "record_table": provenance.record_table(matrix, numbers, lang),
+        "without_record": provenance.cells_without_record(matrix, lang),
+        "seal": seal_of(matrix),
     }

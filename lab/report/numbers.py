@@ -47,6 +47,16 @@ def number(metric: str, value: float) -> str:
     return significant(scaled(metric, value), _DIGITS.get(stored, 3))
 
 
+def with_unit(metric: str, value: float) -> str:
+    """A value of `metric` with the unit it is printed in."""
+    return f"{number(metric, value)} {unit(metric)}".rstrip()
+
+
+def as_registered(metric: str, value: float) -> str:
+    """A value from an experiment file in the unit its metric is printed in, with the digits it was written with."""
+    return f"{scaled(metric, value):.10g} {unit(metric)}".rstrip()
+
+
 def short(entry: Entry) -> str:
     """For narrow tables: the value, or the status word of the gap."""
     return number(entry.metric, entry.measurement.value) if entry.measurement else status_word(entry)
@@ -60,13 +70,13 @@ def with_error(entry: Entry) -> str:
     return f"{number(entry.metric, found.value)} ± {significant(scaled(entry.metric, found.stderr), 2)}"
 
 
-def full(entry: Entry) -> str:
-    """Median [min, max] × repeats, and roofline where known, else the value with its error; the status word of a gap."""
+def full(entry: Entry, of_roofline: str) -> str:
+    """Median [min, max] × repeats, and roofline where known (with the words `of_roofline`), else the value with its error; the status word of a gap."""
     found = entry.measurement
     if found is None or found.min is None or found.max is None:
         return with_error(entry)
     low, high = number(entry.metric, found.min), number(entry.metric, found.max)
-    share = f", {roofline(found)} of roofline" if found.roofline_pct is not None else ""
+    share = f", {roofline(found)} {of_roofline}" if found.roofline_pct is not None else ""
     return f"{number(entry.metric, found.value)} [{low}, {high}] × {len(found.samples)}{share}"
 
 

@@ -1,69 +1,118 @@
-"""Verdicts: what the registered hypotheses and targets come to, and which path may be called faster.
+"""Verdicts: what the registered hypotheses and targets come to.
 
-A hypothesis with a gap in it is OPEN, whatever its other values say. The words faster and slower are used only where the sample intervals
-do not overlap and both records come from one machine and one code. The samples are repeats inside one process: restart-to-restart
-noise is not in them, so even then a verdict is about these runs.
+A hypothesis with a gap in it is OPEN, whatever its other values say, and so is a target without a measured cell; a reported claim decides neither.
+Samples are repeats inside one process: restart-to-restart noise is not in them, so even a decided verdict is about these runs.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from lab.registered import Hypothesis, OrderCriterion, matches
 from lab.matrix import Entry, Matrix, Row
-from lab.metrics import METRICS
 from lab.record import Measurement
+from lab.registered import Hypothesis, OrderCriterion, Overrides, Target, ValueCriterion, matches, pick
 from lab.report.facts import differences
-from lab.report.numbers import number, unit
+from lab.report.language import Language
+from lab.report.numbers import as_registered, number, with_unit
+from lab.report.tables import named, place
 
-SPREAD_LIMIT = 0.10
-"""(max - min) / median above which repeats are called noisy."""
-
-_COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+Word = Literal["HOLDS", "FAILS", "OPEN"]
+Outcome = Literal["REACHED", "MISSED", "OPEN"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one hypothesis: the steps it rests on, in the registered order, and what limits it."""
+    """The outcome of one hypothesis: the entries it rests on, in the registered order, and what limits it."""
 
     hypothesis: Hypothesis
-    word: Literal["HOLDS", "FAILS", "OPEN"]
+    word: Word
     why: str
-    steps: tuple[Row, ...]
+    entries: tuple[Entry, ...]
     remarks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One speed metric of one cell against the reference path at the same depth."""
+class Aim:
+    """One target against one cell it applies to."""
 
-    row: Row
-    metric: str
-    word: str
+    entry: Entry
+    outcome: Outcome
 
 
-def judge(matrix: Matrix, hypothesis: Hypothesis) -> Verdict:
-    """Evaluate an order criterion on the current attempts."""
+@dataclass(frozen=True)
+class TargetResult:
+    """One target and every cell it applies to. MISSED where any measured cell misses; OPEN until every one is measured."""
+
+    target: Target
+    aims: tuple[Aim, ...]
+
+    @property
+    def word(self) -> Outcome:
+        """The target as a whole."""
+        found = Counter(aim.outcome for aim in self.aims)
+        return "MISSED" if found["MISSED"] else "OPEN" if found["OPEN"] else "REACHED"
+
+
+def judge(matrix: Matrix, hypothesis: Hypothesis, lang: Language) -> Verdict:
+    """Evaluate a criterion on the current attempts."""
     rule = hypothesis.criterion
-    assert isinstance(rule, OrderCriterion)
-    steps = tuple(next(r for r in matrix.rows if matches(r.point, {"path": path, "layers": rule.layers})) for path in rule.order)
-    entries = [matrix.entry(row, rule.metric) for row in steps]
-    missing = [f"{e.row.point['path']} is {e.gap.status}" for e in entries if e.gap]
+    if isinstance(rule, OrderCriterion):
+        chosen: list[Overrides] = [{"path": path, "layers": rule.layers} for path in rule.order]
+    else:
+        chosen = [rule.where, *([rule.against] if rule.against else [])]
+    entries = tuple(matrix.entry(_row(matrix, where), rule.metric) for where in chosen)
+    missing = [lang("verdict.is_gap", what=named(matrix, e.row, lang), status=e.gap.status) for e in entries if e.gap]
     if missing:
-        return Verdict(hypothesis, "OPEN", f"not decided: {', '.join(missing)}", steps, ())
+        return Verdict(hypothesis, "OPEN", lang("verdict.not_decided", gaps=lang.clauses(missing)), entries, ())
+    broken, remarks = _order(entries, lang) if isinstance(rule, OrderCriterion) else _value(rule, entries, lang)
+    records = [entry.row.current for entry in entries if entry.row.current]
+    remarks += [lang("verdict.records_differ", what=fact.key, text=fact.text) for fact in differences(records)]
+    return Verdict(hypothesis, "FAILS" if broken else "HOLDS", lang.clauses(broken), entries, tuple(remarks))
+
+
+def _row(matrix: Matrix, where: Overrides) -> Row:
+    found = pick([row.point for row in matrix.rows], where)
+    assert found is not None, "the experiment file's check names exactly one cell per criterion"
+    return matrix.rows[found]
+
+
+def _order(entries: tuple[Entry, ...], lang: Language) -> tuple[list[str], list[str]]:
     broken, remarks = [], []
     for a, b in pairwise(entries):
-        x, y, (low, high) = a.measurement, b.measurement, (a.row.point["path"], b.row.point["path"])
-        if x is not None and y is not None and x.value >= y.value:
-            broken.append(f"{low} {number(rule.metric, x.value)} is not below {high} {number(rule.metric, y.value)}")
-        if x is not None and y is not None and _within_error(x, y):
-            remarks.append(f"{low} and {high} lie within two standard errors of each other")
-    remarks += [f"the records differ in {fact.key}: {fact.text}" for fact in differences(r.current for r in steps if r.current)]
-    return Verdict(hypothesis, "FAILS" if broken else "HOLDS", "; ".join(broken), steps, tuple(remarks))
+        x, y, low, high = a.measurement, b.measurement, a.row.cell.path.name, b.row.cell.path.name
+        if x is None or y is None:
+            continue
+        if x.value >= y.value:
+            broken.append(lang("verdict.not_below", low=low, low_value=number(a.metric, x.value), high=high, high_value=number(b.metric, y.value)))
+        if _within_error(x, y):
+            remarks.append(lang("verdict.within_errors", a=low, b=high))
+    return broken, remarks
+
+
+def _value(rule: ValueCriterion, entries: tuple[Entry, ...], lang: Language) -> tuple[list[str], list[str]]:
+    found, *bases = (entry.measurement for entry in entries)
+    if found is None or None in bases:
+        return [], []
+    limit = rule.value * math.prod(base.value for base in bases if base is not None)
+    broken = (
+        []
+        if COMPARE[rule.comparison](found.value, limit)
+        else [lang("verdict.not_met", value=with_unit(rule.metric, found.value), comparison=rule.comparison, limit=with_unit(rule.metric, limit))]
+    )
+    return broken, [lang("verdict.straddles", limit=with_unit(rule.metric, limit))] if straddles(found, limit) else []
+
+
+def straddles(found: Measurement, limit: float) -> bool:
+    """True when the measurement's own spread lies on both sides of the limit: repeats, or twice the standard error."""
+    if found.min is not None and found.max is not None:
+        return found.min < limit < found.max
+    return found.stderr is not None and abs(found.value - limit) < 2.0 * found.stderr
 
 
 def _within_error(a: Measurement, b: Measurement) -> bool:
@@ -73,62 +122,28 @@ def _within_error(a: Measurement, b: Measurement) -> bool:
     return abs(a.value - b.value) < 2.0 * math.hypot(a.stderr, b.stderr)
 
 
-def target_rows(matrix: Matrix) -> list[list[str]]:
-    """Each target against each cell it applies to: REACHED, MISSED, or the gap's status."""
-    lines = []
-    for target in matrix.experiment.targets:
-        wanted = f"{target.comparison} {number(target.metric, target.value)} {unit(target.metric)}".rstrip()
-        for row in (r for r in matrix.rows if matches(r.point, target.where)):
-            entry = matrix.entry(row, target.metric)
-            if entry.measurement is None:
-                word, value = "OPEN", f"*{entry.gap.status}*" if entry.gap else ""
-            else:
-                reached = _COMPARE[target.comparison](entry.measurement.value, target.value)
-                word, value = ("REACHED" if reached else "MISSED"), number(target.metric, entry.measurement.value)
-            lines.append([METRICS[target.metric].title, row.cell.id, wanted, value, word, target.source])
-    return lines
+def judge_target(matrix: Matrix, target: Target) -> TargetResult:
+    """The target against each cell it applies to: REACHED, MISSED, or OPEN for a gap."""
+    aims = []
+    for row in (r for r in matrix.rows if matches(r.point, target.where)):
+        entry = matrix.entry(row, target.metric)
+        if entry.measurement is None:
+            aims.append(Aim(entry, "OPEN"))
+        else:
+            aims.append(Aim(entry, "REACHED" if COMPARE[target.comparison](entry.measurement.value, target.value) else "MISSED"))
+    return TargetResult(target, tuple(aims))
 
 
-def speed_metrics(matrix: Matrix) -> list[str]:
-    """The experiment's metrics that are speeds."""
-    return [name for name in matrix.experiment.metrics if METRICS[name].unit == "tok/s"]
+def wanted(target: Target) -> str:
+    """The target's value as a condition, such as `>= 90 tok/s`."""
+    return f"{target.comparison} {as_registered(target.metric, target.value)}"
 
 
-def compare_speeds(matrix: Matrix) -> list[Comparison]:
-    """Every measured speed against the reference path at the same depth."""
-    bases = {(r.cell.model.name, r.cell.layers, r.cell.device, r.cell.bench): r for r in matrix.rows if r.cell.path.reference}
-    found = []
-    for row in matrix.rows:
-        base = bases.get((row.cell.model.name, row.cell.layers, row.cell.device, row.cell.bench))
-        if base is None or base is row:
-            continue
-        found += [Comparison(row, name, _compare(matrix.entry(row, name), matrix.entry(base, name))) for name in speed_metrics(matrix)]
-    return found
-
-
-def _compare(mine: Entry, base: Entry) -> str:
-    a, b = mine.measurement, base.measurement
-    if a is None or b is None:
-        gap = mine.gap or base.gap
-        return f"*{gap.status}*" if gap else ""
-    unlike = [f.key for f in differences(r for r in (mine.row.current, base.row.current) if r) if f.key != "artifact"]
-    if unlike:
-        return f"not compared: {', '.join(unlike)} differ"
-    if a.min is None or a.max is None or b.min is None or b.max is None:
-        return "not compared: no repeats"
-    if a.min > b.max:
-        return "faster"
-    return "slower" if a.max < b.min else "not separated"
-
-
-def noisy(matrix: Matrix) -> list[str]:
-    """One sentence per repeated measurement whose spread makes its median weak evidence."""
-    lines = []
-    for entry in matrix.entries.values():
-        found = entry.measurement
-        if found is None or found.min is None or found.max is None or not found.value:
-            continue
-        if (found.max - found.min) / abs(found.value) > SPREAD_LIMIT:
-            low, high = number(entry.metric, found.min), number(entry.metric, found.max)
-            lines.append(f"{entry.row.cell.id}: {entry.metric} lies between {low} and {high} {unit(entry.metric)}".rstrip())
-    return lines
+def criterion(rule: OrderCriterion | ValueCriterion, lang: Language) -> str:
+    """A criterion as one condition."""
+    if isinstance(rule, OrderCriterion):
+        return lang("verdict.order_rule", metric=lang.metric(rule.metric), layers=rule.layers, order=" < ".join(rule.order))
+    what = lang("verdict.of", metric=lang.metric(rule.metric), place=place(rule.where, lang))
+    if rule.against is None:
+        return f"{what} {rule.comparison} {as_registered(rule.metric, rule.value)}"
+    return f"{what} {rule.comparison} {rule.value:g} × ({place(rule.against, lang)})"

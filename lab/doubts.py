@@ -1,0 +1,73 @@
+"""The rules of `lab.plausibility` over the measured cells of a matrix: which numbers can be set against each other.
+
+A series holds rates between which nothing but the depth differs: model, path with its options, device, bench, placement and mode, but also machine,
+weights, packages and code, so that two machines are never set against each other. Where a record does not say on what it ran, its rates are compared
+with its own only. No doubt does not mean that a number is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lab.cell import Cell, Placement
+from lab.plausibility import RATES, Observation
+from lab.record import Measurement, Record
+from lab.registered import QUANTITIES
+from lab.standing import record_id
+
+QUANTITY_OF = {str(QUANTITIES[name].beside): name for name in RATES}
+"""The quantity that the rules know each of our rates by."""
+_DECISIVE_PACKAGES = ("torch", "triton")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measured rate of a current attempt, with a name that a flag can give back."""
+
+    name: str
+    cell: Cell
+    record: Record
+    quantity: str
+    measurement: Measurement
+
+
+def observations(rates: Iterable[Rate]) -> list[Observation]:
+    """The rates as the rules take them, each in its series."""
+    known = list(rates)
+    keys = [series_key(rate.cell, rate.record) for rate in known]
+    sharing: dict[str, set[str]] = defaultdict(set)
+    for rate, key in zip(known, keys, strict=True):
+        sharing[_title(rate.cell)].add(key)
+    found = []
+    for rate, key in zip(known, keys, strict=True):
+        title, m = _title(rate.cell), rate.measurement
+        series = title if len(sharing[title]) == 1 else f"{title} (series {key[:8]})"
+        low, high = m.value if m.min is None else m.min, m.value if m.max is None else m.max
+        found.append(Observation(rate.name, series, rate.cell.layers, rate.quantity, m.value, low, high))
+    return found
+
+
+def series_key(cell: Cell, record: Record) -> str:
+    """sha256 (hex) of everything but the depth that moves a rate."""
+    made = record.provenance
+    machine, code = made.get("machine"), made.get("code_sha256")
+    parts = {
+        "cell": {key: value for key, value in cell.identity().items() if key != "layers"},
+        "machine": machine,
+        "code": code,
+        "packages": {name: (made.get("packages") or {}).get(name) for name in _DECISIVE_PACKAGES},
+        "weights": record.artifact.get("sha256"),
+        "only": None if machine and code else record_id(record),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _title(cell: Cell) -> str:
+    """The series as people read it; two that read alike are told apart by their key."""
+    placed = "" if cell.placement == Placement() else ", " + ", ".join(f"{key}={value}" for key, value in cell.placement.model_dump(exclude_none=True).items())
+    mode = "" if cell.mode == "auto" else f", {cell.mode}"
+    return f"{cell.model.name} {cell.path.name} on {cell.device.name}, bench {cell.bench.name}{placed}{mode}"

@@ -1,0 +1,84 @@
+"""The report's own words in one language, from `lang/<code>.yaml`: one template serves every language.
+
+Texts are looked up by dotted key and filled in by name; a missing key or field is an error, not an empty place. Free text of an experiment
+comes from its file in the same language; what a record says stays as it was recorded. A catalogue cannot show that its sentences are true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lab.errors import LabError
+from lab.metrics import METRICS
+from lab.record import Status
+from lab.registered import LANGUAGES, QUANTITIES, in_language
+
+FOLDER = Path(__file__).parent / "lang"
+
+
+class Language:
+    """One catalogue. Calling it gives the text of a key; the other methods name things that other modules define."""
+
+    def __init__(self, code: str, texts: Mapping[str, str]) -> None:
+        self.code = code
+        self.texts = texts
+
+    def __call__(self, key: str, /, **fields: object) -> str:
+        """The text of `key` with its fields filled in. Raises KeyError for an unknown key or a missing field."""
+        return self.texts[key].format(**fields)
+
+    def text(self, given: str | Mapping[str, str]) -> str:
+        """A text of an experiment in this language."""
+        return in_language(given, self.code)
+
+    def metric(self, name: str) -> str:
+        """The title of a metric; English is `lab.metrics`' own."""
+        return self.texts.get(f"metrics.{name}", METRICS[name].title)
+
+    def quantity(self, name: str) -> str:
+        """The title of a reported quantity; English is `lab.registered`'s own."""
+        return self.texts.get(f"quantities.{name}", QUANTITIES[name].title)
+
+    def gloss(self, status: Status) -> str:
+        """What a status means, in one sentence."""
+        return self(f"status.{status}")
+
+    def series(self, parts: Iterable[str]) -> str:
+        """Several things in a row, set apart as the language does."""
+        return self("separator").join(parts)
+
+    def clauses(self, parts: Iterable[str]) -> str:
+        """Longer things in a row, which may hold commas themselves."""
+        return self("clause_separator").join(parts)
+
+    def reason(self, recorded: str, own: Mapping[str, str]) -> str:
+        """A gap's reason: in this language where the lab worded it itself (`own`: English sentence to this language's), else as it was recorded."""
+        if recorded == "never attempted":
+            return self("never_attempted")
+        for english, here in own.items():
+            recorded = recorded.replace(english, here)
+        return recorded
+
+
+@cache
+def load_language(code: str) -> Language:
+    """The catalogue of `code`. Raises LabError for a language that has none."""
+    if code not in LANGUAGES:
+        raise LabError(f"lang={code}: no such report language; choose {' or '.join(f'lang={known}' for known in LANGUAGES)}")
+    return Language(code, flatten(yaml.safe_load((FOLDER / f"{code}.yaml").read_text(encoding="utf-8"))))
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested mappings as dotted keys."""
+    flat: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = str(value)
+    return flat

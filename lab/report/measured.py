@@ -1,0 +1,150 @@
+"""Measured data: metric by metric with spread and repeats, how it was taken, and where one path may be called faster than another.
+
+The words faster and slower come from `lab.stats` over the samples of two cells at the same depth, on one machine and one code; a statistic of one
+process's repeats does not know restart-to-restart noise. A metric measured in no cell is named, not tabulated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from lab.matrix import Entry, Matrix, Row
+from lab.metrics import METRICS
+from lab.report.facts import Fact, differences, fold
+from lab.report.language import Language
+from lab.report.markup import Table, escape
+from lab.report.numbers import full, number, short, significant, status_word, unit, with_error
+from lab.report.results import title
+from lab.report.tables import by_depth, label, named
+from lab.report.verdicts import Verdict
+
+SPREAD_LIMIT = 0.10
+"""(max - min) / median above which repeats are called noisy."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How one metric is measured, and what its measurements recorded about it."""
+
+    metric: str
+    protocol: str
+    details: list[Fact]
+
+
+def per_metric(matrix: Matrix, lang: Language) -> list[Table]:
+    """One table per metric that any cell measured: paths down, depths across, with spread and repeats; paths with gaps alone are named below it."""
+    depths = [layers for layers, _ in by_depth(matrix)]
+    tables = []
+    for name in matrix.experiment.metrics:
+        lines: dict[str, dict[int, Entry]] = defaultdict(dict)
+        for row in matrix.rows:
+            lines[label(matrix, row)][row.cell.layers] = matrix.entry(row, name)
+        told = {text: found for text, found in lines.items() if any(entry.measurement for entry in found.values())}
+        if not told:
+            continue
+        rows = [[escape(text), *(full(found[d], lang("of_roofline")) if d in found else "–" for d in depths)] for text, found in told.items()]
+        silent = lang.series(text for text in lines if text not in told)
+        notes = [lang("measured.only_gaps", paths=escape(silent))] if silent else []
+        heading = f"{lang.metric(name)} (`{name}`" + (f", {unit(name)})" if unit(name) else ")")
+        tables.append(Table(heading, [lang("column.path"), *(lang("depth", layers=depth) for depth in depths)], rows, notes=notes))
+    return tables
+
+
+def measured_nowhere(matrix: Matrix, lang: Language) -> list[str]:
+    """One line per metric that no cell has measured: its name, and the statuses that stand in its place."""
+    lines = []
+    for name in matrix.experiment.metrics:
+        gaps = [matrix.entry(row, name).gap for row in matrix.rows]
+        if all(gaps):
+            statuses = Counter(str(gap.status) for gap in gaps if gap)
+            lines.append(lang("measured.owed", metric=lang.metric(name), name=name, statuses=lang.series(f"*{s}* ({n})" for s, n in statuses.items())))
+    return lines
+
+
+def protocols(matrix: Matrix) -> list[Protocol]:
+    """Per metric: its protocol, and the details its measurements recorded. Metrics nobody measured have no details to show."""
+    details: dict[str, list[dict[str, object]]] = defaultdict(list)
+    for entry in matrix.entries.values():
+        if entry.measurement:
+            details[entry.metric].append(entry.measurement.details)
+    return [Protocol(name, METRICS[name].protocol, fold(details[name])) for name in matrix.experiment.metrics]
+
+
+def steps(matrix: Matrix, verdict: Verdict, lang: Language) -> Table:
+    """The cells a hypothesis rests on: the metric, and where measured the weights' cosines and the noise floor that came with it."""
+    metric = verdict.hypothesis.criterion.metric
+    extra = [
+        name
+        for name in ("expert_cosine", "ple_cosine")
+        if name in matrix.experiment.metrics and name != metric and any(matrix.entry(entry.row, name).measurement for entry in verdict.entries)
+    ]
+    floors = [noise_floor(entry) for entry in verdict.entries]
+    with_floor = any(floor != "–" for floor in floors)
+    rows = []
+    for entry, floor in zip(verdict.entries, floors, strict=True):
+        values = (short(matrix.entry(entry.row, name)) for name in extra)
+        rows.append([escape(named(matrix, entry.row, lang)), with_error(entry), *values, *([floor] if with_floor else [])])
+    header = [lang("column.path"), title(metric, lang), *(lang.metric(name) for name in extra)]
+    return Table("", [*header, *([lang("column.noise_floor")] if with_floor else [])], rows)
+
+
+def noise_floor(entry: Entry) -> str:
+    """The noise floor recorded with a measurement, in its own unit, or a dash."""
+    details = entry.measurement.details if entry.measurement else {}
+    found = [v for key, v in sorted(details.items()) if "noise_floor" in key and isinstance(v, int | float) and not isinstance(v, bool)]
+    return number(entry.metric, float(found[0])) if found else "–"
+
+
+def noisy(matrix: Matrix, lang: Language) -> list[str]:
+    """One line per cell with repeated measurements whose spread makes their median weak evidence."""
+    wide: dict[str, list[str]] = defaultdict(list)
+    for entry in matrix.entries.values():
+        found = entry.measurement
+        if found is None or found.min is None or found.max is None or not found.value:
+            continue
+        if (found.max - found.min) / abs(found.value) > SPREAD_LIMIT:
+            low, high = number(entry.metric, found.min), number(entry.metric, found.max)
+            wide[named(matrix, entry.row, lang)].append(f"{title(entry.metric, lang)}: {lang('range', low=low, high=high)}")
+    return [f"{escape(cell)}{lang('colon')}{'; '.join(values)}" for cell, values in wide.items()]
+
+
+def speed_metrics(matrix: Matrix) -> list[str]:
+    """The experiment's metrics that are speeds."""
+    return [name for name in matrix.experiment.metrics if METRICS[name].unit == "tok/s"]
+
+
+def compare_speeds(matrix: Matrix, lang: Language) -> Table:
+    """Every measured speed against the reference path at the same depth. A cell without any measured speed is left to the list of gaps."""
+    names = speed_metrics(matrix)
+    bases = {_peers(row): row for row in matrix.rows if row.cell.path.reference}
+    rows = []
+    for row in matrix.rows:
+        base = bases.get(_peers(row))
+        if base is None or base is row or not any(matrix.entry(row, name).measurement for name in names):
+            continue
+        rows.append([named(matrix, row, lang), *(compare(matrix.entry(row, name), matrix.entry(base, name), lang) for name in names)])
+    return Table("", [lang("column.path"), *(title(name, lang) for name in names)], rows, words=1 + len(names))
+
+
+def _peers(row: Row) -> tuple[object, ...]:
+    return row.cell.model.name, row.cell.layers, row.cell.device.name, row.cell.bench, row.cell.placement, row.cell.mode
+
+
+def compare(mine: Entry, base: Entry, lang: Language) -> str:
+    """Faster, slower or not separated, with the ratio of medians and its interval, or why the two are not compared."""
+    from lab.stats import compare_samples  # scipy is slow to import, and most reports compare nothing
+
+    a, b = mine.measurement, base.measurement
+    if a is None:
+        return status_word(mine)
+    if b is None:
+        return lang("compare.no_reference", status=base.gap.status if base.gap else "")
+    unlike = [fact.key for fact in differences(r for r in (mine.row.current, base.row.current) if r) if fact.key != "artifact"]
+    if unlike:
+        return lang("compare.differ", what=lang.series(unlike))
+    if not a.samples or not b.samples or min(*a.samples, *b.samples) <= 0:
+        return lang("compare.no_repeats")
+    found = compare_samples(a.samples, b.samples)
+    interval = f" [{significant(found.low)}, {significant(found.high)}]" if found.low is not None and found.high is not None else ""
+    return f"{lang('compare.' + found.word.replace(' ', '_'))} ×{significant(found.ratio)}{interval}"

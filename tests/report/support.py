@@ -1,0 +1,67 @@
+"""Matrices and texts for the tests of the report: the small experiment, the two registered stages, and a stage with every kind of entry.
+
+The stages are the real files from `experiments/`; their cells come from a plain function instead of Hydra. Records are invented.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from lab.cell import Cell, Placement
+from lab.experiment import load_experiment
+from lab.matrix import Matrix, build_matrix
+from lab.record import Record
+from lab.report.build import assess, render
+from lab.report.capacity import NO_CAPACITY, Capacity
+from lab.report.language import load_language
+from tests.matrix_helpers import cell, complete, compose
+
+EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+EN, ZH = load_language("en"), load_language("zh")
+
+
+def stage_compose(overrides: list[str]) -> Cell:
+    """`compose` with what only stages override: device, placement and mode."""
+    point = {"layers": "36", **dict(word.split("=", 1) for word in overrides)}
+    placed = {key.removeprefix("placement."): int(value) for key, value in point.items() if key.startswith("placement.")}
+    made = compose([f"{key}={value}" for key, value in point.items()])
+    device = made.device.model_copy(update={"name": point["device"]})
+    return made.model_copy(update={"device": device, "placement": Placement(**placed), "mode": point.get("mode", "auto")})
+
+
+def stage(name: str, records: list[Record] | None = None) -> Matrix:
+    """A registered stage set against these records."""
+    return build_matrix(load_experiment(name, EXPERIMENTS), records or [], stage_compose)
+
+
+@cache
+def stage_text(name: str, language: str = "en") -> str:
+    """The report of a registered stage without any record."""
+    return text_of(stage(name), language)
+
+
+def ladder(values: dict[str, float], layers: int = 6) -> list[Record]:
+    """Complete records of the small experiment's paths with these divergences."""
+    return [complete(cell(path, layers), kld) for path, kld in values.items()]
+
+
+def text_of(matrix: Matrix, language: str = "en", capacity: Capacity = NO_CAPACITY) -> str:
+    """The report's Markdown, without charts, which take most of the time."""
+    return render(assess(matrix, load_language(language), capacity), [])
+
+
+def section(text: str, number: int) -> str:
+    """One numbered section of a report."""
+    return text.split(f"\n## {number}. ")[1].split("\n## ", maxsplit=1)[0]
+
+
+def table_cells(text: str) -> list[str]:
+    """Every cell of every table in the text, headings and rules included."""
+    return [part.strip() for line in text.splitlines() if line.startswith("|") for part in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The rows of every table in the text, as cells."""
+    return [[part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]] for line in text.splitlines() if line.startswith("|")]

@@ -1,0 +1,83 @@
+"""The two catalogues say the same things with the same fields, and no sentence is left in a template."""
+
+from __future__ import annotations
+
+import re
+from string import Formatter
+
+import pytest
+
+from lab.errors import LabError
+from lab.metrics import METRICS
+from lab.record import Status
+from lab.registered import QUANTITIES
+from lab.report.build import TEMPLATES
+from lab.report.gaps import RULES
+from lab.report.language import FOLDER, load_language
+from tests.report.support import EN, ZH
+
+NAMES = ("metrics.", "quantities.")
+"""English names of these are in `lab.metrics` and `lab.registered`; only other languages have them in the catalogue."""
+
+
+def fields(text: str) -> set[str]:
+    return {name for _, name, _, _ in Formatter().parse(text) if name}
+
+
+def test_both_catalogues_have_the_same_keys_and_fields() -> None:
+    assert [key for key in ZH.texts if not key.startswith(NAMES)] == list(EN.texts)
+    for key, text in EN.texts.items():
+        assert fields(text) == fields(ZH.texts[key]), key
+
+
+def test_every_metric_quantity_status_and_rule_has_a_name_in_both() -> None:
+    assert {key.removeprefix("metrics.") for key in ZH.texts if key.startswith("metrics.")} == set(METRICS)
+    assert {key.removeprefix("quantities.") for key in ZH.texts if key.startswith("quantities.")} == set(QUANTITIES)
+    for lang in (EN, ZH):
+        sentences = [lang.gloss(status) for status in Status] + [lang(f"rule.{rule}") for rule in RULES]
+        assert len(set(sentences)) == len(sentences) and all(lang(f"rule_name.{rule}") for rule in RULES)
+
+
+def test_the_chinese_catalogue_is_chinese_throughout() -> None:
+    """Fixed text without a Chinese letter would be English left behind; fields, names and signs alone are fine."""
+    kept = {"html_lang"}
+    for key, text in ZH.texts.items():
+        words = re.sub(r"\{\w+\}|`[^`]*`|\b(TG|PP|PPL|KLD|OK)\b|tok/s", "", text)
+        assert key in kept or not re.search(r"[A-Za-z]{2,}", words) or re.search(r"[一-鿿]", words), f"{key}: {text}"
+    assert not re.search(r"[一-鿿][,:;?()]|[,:;?()][一-鿿]", "\n".join(ZH.texts.values())), "Chinese text takes full-width punctuation"
+
+
+def test_no_sentence_is_left_in_a_template() -> None:
+    for file in TEMPLATES.glob("*.md.j2"):
+        fixed = re.sub(r"\{%.*?%\}|\{\{.*?\}\}", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert not re.search(r"[A-Za-z一-鿿]", fixed), f"{file.name}: {re.findall(r'[A-Za-z一-鿿].*', fixed)}"
+
+
+def test_every_text_is_used_and_every_used_text_exists() -> None:
+    """A key is used literally, or as the end of one put together from a status, a verdict and the like."""
+    sources = [*FOLDER.parent.glob("*.py"), *TEMPLATES.glob("*.j2")]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in sources)
+    literal = set(re.findall(r"[\"']([a-z_]+(?:\.[a-z_]+)+)[\"']", source)) | set(re.findall(r"(?:lang|self|t)\([\"']([a-z_]+)[\"']", source))
+    made = tuple(set(re.findall(r"[\"']([a-z_]+\.)[\"'{]", source)))
+    unused = [key for key in EN.texts if key not in literal and not key.startswith(made)]
+    assert unused == []
+    called = set(re.findall(r"(?:\blang|\bt)\(\s*\"([a-z_.]+[a-z_])\"", source))
+    assert called - set(EN.texts) == set()
+
+
+def test_a_missing_text_or_field_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        EN("no.such_text")
+    with pytest.raises(KeyError):
+        EN("depth")
+
+
+def test_an_unknown_language_is_one_line() -> None:
+    with pytest.raises(LabError, match=r"^lang=fr: no such report language; choose lang=en or lang=zh$"):
+        load_language("fr")
+
+
+def test_recorded_reasons_stay_as_recorded_and_the_labs_own_are_translated() -> None:
+    assert ZH.reason("never attempted", {}) == "从未尝试"
+    assert ZH.reason("exit code 9: killed", {}) == "exit code 9: killed"
+    assert ZH.reason("a; b; c", {"a; b": "甲", "c": "乙"}) == "甲; 乙"

@@ -1,0 +1,121 @@
+"""The two stages the lab was made for: every figure of the posts is there with its source, the flags are raised, the books close.
+
+On a machine without the artefacts nothing is measured; then no figure may stand anywhere but as a reported one.
+"""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from lab.matrix import Matrix
+from lab.registered import in_language
+from lab.report.capacity import NO_CAPACITY, Capacity
+from lab.report.claims import judge_claims
+from tests.report.support import EN, ZH, section, stage, stage_text, table_cells, table_rows
+
+POST_TABLE = {
+    ("paiton_native", 3): ("174.28", "6485", "74.78"),
+    ("paiton_native", 6): ("163.51", "5128", "67.48"),
+    ("paiton_native", 24): ("243.32", "1465", "65.08"),
+    ("tiered placement.resident_layers=20", 48): ("5.78", "156", "3.37"),
+    ("tiered placement.resident_layers=20 mode=eager", 48): ("5.34", "156", "3.49"),
+    ("strata_server", 48): ("74", "2069", "–"),
+}
+"""TG, PP and 4-way of the first post's table, by our cell."""
+
+
+@pytest.fixture(scope="module")
+def flash() -> Matrix:
+    return stage("flash_next_r9700")
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    return {language: stage_text("flash_next_r9700", language) for language in ("en", "zh")}
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_every_cell_of_the_posts_table_is_present_as_reported(texts: dict[str, str], language: str) -> None:
+    part = section(texts[language], 2)
+    for (path, layers), figures in POST_TABLE.items():
+        depth = (EN if language == "en" else ZH)("depth", layers=layers)
+        rows = table_rows(part.split(f"### {depth}\n")[1].split("\n### ")[0])
+        header, line = rows[0], next(row for row in rows if row[0] == path)
+        for name, figure in zip(("TG", "PP", "4-way"), figures, strict=True):
+            reported = line[header.index((EN if language == "en" else ZH)("column.reported", what=name))]
+            assert re.sub(r" \[.*\]", "", reported) == figure
+            assert line[header.index(f"{name}, tok/s")] == "*NOT_RUN*"
+
+
+@pytest.mark.parametrize(("name", "language"), [(n, code) for n in ("flash_next_r9700", "kestrel_8b") for code in ("en", "zh")])
+def test_every_claim_stands_with_source_unknowns_and_void_reason(name: str, language: str) -> None:
+    matrix = stage(name)
+    part = section(stage_text(name, language), 8).replace("\\", "")
+    for claim in matrix.experiment.claims:
+        assert f"{claim.value:.10g}" in part
+        for text in (claim.what, claim.source, claim.unknown, *([claim.void] if claim.void else [])):
+            assert " ".join(in_language(text, language).split()) in part
+        if claim.void:
+            assert f"~~{claim.value:.10g}~~ {claim.unit}" in part
+    for fact in matrix.experiment.facts:
+        assert in_language(fact.value, language) in part and in_language(fact.source, language) in part
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_what_the_first_post_does_not_explain_is_flagged(texts: dict[str, str], language: str) -> None:
+    """TG of 174 / 163 / 243 at 3 / 6 / 24 layers, and four ways together below one alone."""
+    lines = [line for line in section(texts[language], 8).splitlines() if line.startswith("- **F")]
+    unexplained = "**not explained by the source**" if language == "en" else "**来源未解释**"
+    assert all(unexplained in line for line in lines)
+    for pair in (("243.3", "174.3"), ("243.3", "163.5"), ("74.78", "174.3"), ("67.48", "163.5"), ("65.08", "243.3"), ("3.37", "5.78"), ("3.49", "5.34")):
+        assert sum(all(f"{figure} tok/s" in line for figure in pair) for line in lines) == 1
+    assert len(lines) == 7
+
+
+def test_a_claim_above_the_physical_bound_is_flagged_and_a_void_one_casts_no_doubt(flash: Matrix) -> None:
+    row = next(r for r in flash.rows if r.point["path"] == "paiton_native" and r.point["layers"] == "24")
+    bounds = cast(Any, SimpleNamespace(tg_bound_tok_s=206.0, pp_bound_tok_s=None, agg4_bound_tok_s=None, basis="bytes over bandwidth"))
+    capacity = Capacity(ledgers={row.key: bounds}, vocabularies={"flash_next": 3000})
+    found = {(flag.rule, flag.names) for _, flag in judge_claims(flash, capacity, EN).flags}
+    assert ("above_bound", ("resident-24-tg",)) in found
+    assert ("above_vocabulary", ("q2-ppl",)) in found, "a void claim is judged alone, and by the rules of one number"
+    assert not any("table-ppl" in names or (len(names) > 1 and "q2-ppl" in names) for _, names in found)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_without_records_no_figure_stands_outside_the_reported_columns(texts: dict[str, str], language: str) -> None:
+    marks = ("layers", "层", "tok/s", "reported", "据称", "KLD", "R9700")
+    for number in (1, 3, 4, 5):
+        for part in table_cells(section(texts[language], number)):
+            assert not re.search(r"\d", part) or any(mark in part for mark in marks) or part.startswith("`")
+    for rows in (table_rows(piece) for piece in section(texts[language], 2).split("### ")):
+        for at, heading in enumerate(rows[0] if rows else []):
+            if "reported" not in heading and "据称" not in heading and at > 0:
+                assert all(not re.search(r"\d", row[at]) for row in rows[1:])
+
+
+@pytest.mark.parametrize("name", ["flash_next_r9700", "kestrel_8b"])
+def test_targets_hypotheses_dead_ends_and_boundaries_are_all_told(name: str) -> None:
+    matrix = stage(name)
+    for language in ("en", "zh"):
+        text = stage_text(name, language).replace("\\", "")
+        for hypothesis in matrix.experiment.hypotheses:
+            assert in_language(hypothesis.statement, language) in section(text, 5) and f"`{hypothesis.id}`" in section(text, 1)
+        for dead_end in matrix.experiment.dead_ends:
+            for told in (dead_end.what, dead_end.evidence, dead_end.reopen, dead_end.source, dead_end.since):
+                assert " ".join(in_language(told, language).split()) in section(text, 7)
+        for target in matrix.experiment.targets:
+            assert f"{target.comparison} {target.value:g}" in section(text, 1) and in_language(target.source, language) in section(text, 3)
+        for boundary in matrix.experiment.boundaries:
+            assert in_language(boundary, language) in section(text, 10)
+    assert f"{matrix.totals.expected} expected = 0 measured + {matrix.totals.gaps} gaps" in stage_text(name)
+
+
+def test_claims_are_counted_by_what_stands_beside_them(flash: Matrix, texts: dict[str, str]) -> None:
+    claims = judge_claims(flash, NO_CAPACITY, EN).items
+    beside = sum(item.ours is not None for item in claims)
+    assert f"{len(claims)} reported claims = {beside} beside a gap + {len(claims) - beside} about no cell" in texts["en"]
