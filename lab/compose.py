@@ -42,8 +42,11 @@ class Plan:
     force: bool
 
 
-def plan(project: Project, words: Sequence[str], multirun: bool = False) -> Plan:
-    """Compose every cell that `words` ask for. All are checked before any is returned. Raises LabError."""
+def plan(project: Project, words: Sequence[str], multirun: bool = False, with_codecs: bool = True) -> Plan:
+    """Compose every cell that `words` ask for. All are checked before any is returned. Raises LabError.
+
+    `with_codecs` also checks the codecs of components that were changed by hand, which imports torch: not where cells are only looked up.
+    """
     given = parse(words)
     cells: dict[str, Cell] = {}
     force = False
@@ -51,15 +54,15 @@ def plan(project: Project, words: Sequence[str], multirun: bool = False) -> Plan
         config = _config(project, single)
         force = _flag(config, "force") or force
         cell = _cell(project, config)
-        if cell.path.unsupported is None and any(o.key_or_group.startswith("path.components") for o in single):
+        if with_codecs and cell.path.unsupported is None and any(o.key_or_group.startswith("path.components") for o in single):
             _check_codecs(cell)
         cells.setdefault(cell.hash, cell)
     return Plan(tuple(cells.values()), force)
 
 
 def compose_cells(words: Sequence[str], project: Project | None = None) -> list[Cell]:
-    """The cells that `words` ask for, commas included, in the current project unless one is given. Raises LabError."""
-    return list(plan(project or find_project(), words, multirun=True).cells)
+    """The cells that `words` ask for, commas included, in the current project unless one is given; for looking up. Raises LabError."""
+    return list(plan(project or find_project(), words, multirun=True, with_codecs=False).cells)
 
 
 def known_keys(project: Project, words: Sequence[str]) -> tuple[str, ...]:
@@ -180,7 +183,7 @@ def _check_names(project: Project, cell: Cell) -> None:
 
 
 def _check_codecs(cell: Cell) -> None:
-    """Only for components changed by hand, since the codecs import torch, which the parent otherwise does without."""
+    """Raises LabError for a codec or option that does not exist."""
     from lab.codecs import create
 
     for component, part in cell.path.components.items():

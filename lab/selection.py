@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lab.compose import Plan, compose_cells, plan
+from lab.compose import Plan, plan
 from lab.errors import LabError
 from lab.experiment import load_experiment
 from lab.project import Project
@@ -41,7 +41,7 @@ def plan_experiment(project: Project, words: Sequence[str]) -> Plan:
         points = [point for point in points if point.get(key) in values]
     if not points:
         raise LabError(f"no cell of experiment {experiment.name} matches {' '.join(words)}")
-    cells = [compose_cells([f"{k}={v}" for k, v in point.items()], project)[0] for point in points]
+    cells = [plan(project, [f"{k}={v}" for k, v in point.items()]).cells[0] for point in points]
     return Plan(tuple({cell.hash: cell for cell in cells}.values()), force)
 
 

@@ -199,7 +199,7 @@ def test_a_plain_cell_has_a_plain_fill_command(project: Project) -> None:
 
 def test_options_without_a_codec_to_take_them_are_refused(project: Project) -> None:
     with pytest.raises(LabError, match="path.components.experts: codec source takes no options, got group; choose a codec too"):
-        compose_cells(["path=reference", "layers=3", "path.components.experts.options.group=3"], project)
+        plan(project, ["path=reference", "layers=3", "path.components.experts.options.group=3"])
 
 
 @pytest.mark.parametrize(
