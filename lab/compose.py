@@ -24,8 +24,8 @@ from lab.errors import LabError
 from lab.overrides import GROUPS, check_groups, check_keys, expand, hydra_words, is_plain_change, parse
 from lab.project import Project, find_project
 
-ENGINES = ("local",)
-"""What can execute a cell."""
+ENGINES = ("local", "server")
+"""What can execute a cell. engine=auto is `server` for a path that names one, else `local`."""
 
 ARCHITECTURES = ("qwen4_exp", "qwen3", "qwen3_moe", "llama")
 """Model architectures that can be named, planned and registered (`model.arch`); which of them an engine has code for is for preflight to say."""
@@ -133,6 +133,7 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
     geometry = model.get("geometry", "")
     if not isinstance(geometry, str):
         raise LabError("model.geometry: must be the path of a config.json, or left out")
+    config["engine"] = _engine(config)
     config["layers"] = _layers(config.get("layers"), str(model.get("name")), model["artifact"], model_layers(project, model["artifact"], geometry))
     try:
         cell = Cell.model_validate(config)
@@ -153,11 +154,21 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
         if rule.component not in cell.path.components:
             raise LabError(f"path.evidence: {rule.component} is not among the path's components")
     if cell.engine not in ENGINES:
-        raise LabError(f"engine={cell.engine}: no such engine; choose one of: {', '.join(ENGINES)}")
+        raise LabError(f"engine={cell.engine}: no such engine; choose one of: auto, {', '.join(ENGINES)}")
+    if (cell.engine == "server") != (cell.path.server is not None):
+        named = f"path {cell.path.name} names {'a' if cell.path.server else 'no'} server"
+        raise LabError(f"engine={cell.engine}: {named}; use engine=auto, or a path with a server: block for engine=server")
     if cell.model.arch not in ARCHITECTURES:
         raise LabError(f"model.arch={cell.model.arch}: no such architecture; choose one of: {', '.join(ARCHITECTURES)}")
     _check_names(project, cell)
     return cell
+
+
+def _engine(config: dict[str, Any]) -> Any:
+    """The engine asked for, or with `auto` the one that the path needs."""
+    path = config.get("path")
+    served = isinstance(path, dict) and path.get("server") is not None
+    return ("server" if served else "local") if config.get("engine", "auto") == "auto" else config["engine"]
 
 
 def _layers(asked: Any, model: str, artifact: str, total: int | None) -> int:

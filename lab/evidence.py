@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from lab.cell import Cell, EvidenceRule
+from lab.engines import server_evidence
 from lab.record import Status
 
 Finding = tuple[Status, str]
@@ -22,6 +23,8 @@ _ALWAYS = ("experts", "trunk", "head")
 
 def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
     """Findings against the cell's path, worst first; empty when the evidence holds. `evidence` is the worker's (see `lab.engines.local_attempt`)."""
+    if cell.engine == "server":
+        return server_evidence.check(cell, evidence)
     if missing := [key for key in _REQUIRED if key not in evidence]:
         return [(Status.PATH_NOT_EXECUTED, f"the worker reported no {', '.join(missing)}: nothing shows that the path ran")]
     if evidence["layers"] != cell.layers:

@@ -67,7 +67,7 @@ def _unsupported(cell: Cell) -> str | None:
 def inspect_artifacts(project: Project, cells: Iterable[Cell], force: bool = False, inspect: Inspect | None = None) -> dict[str, dict[str, Any]]:
     """Check the files of every cell, each file once; {cell hash: facts with sha256 and corpus_sha256}. Raises LabError.
 
-    A cell that an earlier gate stops needs no files, and has no sha256.
+    A cell that an earlier gate stops, or that a server runs, needs no files here, and has no sha256.
     """
     look = cache(inspect or _inspect())
     digest = cache(_corpus_sha256)
@@ -75,7 +75,8 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], force: bool = Fal
     for cell in cells:
         facts: dict[str, Any] = {"path": cell.model.artifact}
         if clear(project, cell, force).stop is None:
-            facts |= look(project.path(cell.model.artifact))
+            if cell.engine != "server":  # a server has its own files, perhaps on another machine
+                facts |= look(project.path(cell.model.artifact))
             layers = facts.get("layers")
             if isinstance(layers, int) and cell.layers > layers:
                 raise LabError(f"layers={cell.layers}: {cell.model.name} has {layers} layers; choose 1 to {layers}")

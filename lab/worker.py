@@ -16,7 +16,10 @@ from pathlib import Path
 from lab.attempt import Attempt
 from lab.cell import Cell
 
-ENGINES = {"local": "lab.engines.local_attempt:LocalAttempt"}
+ENGINES = {
+    "local": "lab.engines.local_attempt:LocalAttempt",
+    "server": "lab.engines.server.attempt:ServerAttempt",
+}
 """Engine of a cell -> the class that measures it."""
 
 

@@ -38,7 +38,7 @@ def test_every_path_composes_and_can_be_filled(project: Project, path: str) -> N
     assert {rule.component for rule in cell.path.evidence} == set(cell.path.components)
     assert Cell.model_validate(json.loads(json.dumps(cell.model_dump(mode="json")))).hash == cell.hash
     for part in cell.path.components.values():
-        if cell.path.unsupported is None and part.codec != "source":
+        if cell.path.unsupported is None and cell.path.server is None and part.codec != "source":
             create(part.codec, part.options)
 
 
@@ -111,7 +111,7 @@ def test_the_architectures_are_those_of_the_configuration() -> None:
         ("bench.repeats=2", r"bench\.repeats=2: .*greater than or equal to 5"),
         ("bench.repeats=many", r"bench\.repeats=many: .*integer"),
         ("device=gpu", "device=gpu: no such device.*cpu, cuda, .*auto"),
-        ("engine=warp", "engine=warp: no such engine; choose one of: local"),
+        ("engine=warp", "engine=warp: no such engine; choose one of: auto, local, server"),
         ("force=maybe", "force=maybe: must be true or false"),
         ("path.components.experts.codec=q9", r"path\.components\.experts: .*q9.*q2_g32"),
         ("path.components.experts.options.colour=red", r"path\.components\.experts: .*colour"),
@@ -218,3 +218,12 @@ def test_plain_changes_compose_to_what_hydra_composes(project: Project, words: t
         patch.setattr("lab.compose.is_plain_change", lambda override: False)
         (slow,) = plan(project, [*words, "device=cpu"]).cells
     assert quick == slow
+
+
+def test_a_path_that_names_a_server_runs_on_it_and_no_other_does(project: Project) -> None:
+    assert cell_of(project, "path=vllm_gguf", "layers=3").engine == "server"
+    assert cell_of(project, "path=expert_q2", "layers=3").engine == "local"
+    with pytest.raises(LabError, match="engine=local: path vllm_gguf names a server; use engine=auto"):
+        cell_of(project, "path=vllm_gguf", "layers=3", "engine=local")
+    with pytest.raises(LabError, match="engine=server: path expert_q2 names no server"):
+        cell_of(project, "path=expert_q2", "layers=3", "engine=server")
