@@ -403,3 +403,17 @@ def test_a_long_mirroring_lets_others_write_in_between(project: Project, monkeyp
     other.join(timeout=30)
     assert waited == [True]
     assert len(runs(project)) == 12
+
+
+def test_a_host_without_mlflow_measures_without_waiting(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its records are exported; the patience that a locked store gets would be spent on a package that does not appear."""
+
+    def missing(uri: str) -> None:
+        raise ModuleNotFoundError("No module named 'mlflow'")
+
+    monkeypatch.setattr("lab.mlflow_store.client_for", missing)
+    kept = stored(project)
+    started = time.monotonic()
+    answer = Tracker(project).mirror(kept, 30.0)
+    assert answer.error is not None and "No module named 'mlflow'" in answer.error
+    assert time.monotonic() - started < 10.0

@@ -11,8 +11,9 @@ import platform
 from lab.checks.check import Finding, bad, check, ok, warn
 from lab.provenance import environment, package_versions
 
-_NEEDED = ("torch", "mlflow", "hydra-core", "safetensors", "tokenizers")
-_OPTIONAL = ("triton", "transformers")
+_NEEDED = ("torch", "hydra-core", "safetensors", "tokenizers")
+_OPTIONAL = ("mlflow", "triton", "transformers")
+"""mlflow among them: a host that only measures does without, and its records are exported."""
 _ALSO = (
     "CUDA_DEVICE_ORDER",
     "GOMP_CPU_AFFINITY",
