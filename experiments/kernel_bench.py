@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,126 +21,62 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from lab.codecs import Codec, Parts, create
-from lab.kernels.experts import LowBitExperts, Tiles, reference_experts
+from lab.codecs import create
+from lab.kernels.experts import LowBitExperts, Tile
 from lab.kernels.experts_bf16 import Bf16Experts
 from lab.kernels.planes import repack
 from lab.kernels.router import reference_route, route
-from lab.kernels.table import Table, reference_table
-from lab.kernels.trunk import Int8Linear, reference_linear
+from lab.kernels.table import Table
+from lab.kernels.trunk import Int8Linear
+from lab.kernels.verify import Error, check_experts, check_linear, check_router, check_table, random_ids, random_parts, relative_error
 
+DEVICE = "cuda"
 EXPERTS, HIDDEN, WIDTH, TOPK = 512, 2560, 640, 10
 TRUNK = {"qkv 10240x2560": (10240, 2560), "out 2560x6144": (2560, 6144)}
-CODECS: dict[str, dict[str, Any]] = {"w3_levels": {}, "q2_levels": {}, "q2_g32": {}}
+CODECS = ("w3_levels", "q2_g32", "q2_levels")
+CHECKED: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "w3_levels": [("w3_levels", {}), ("w3_levels", {"code_order": "10_10_10_2"})],
+    "q2_g32": [("q2_g32", {}), ("q2_g32", {"scale_dtype": "e4m3"})],
+    "q2_levels": [("q2_levels", {})],
+    "small": [("bf16", {})],
+}
 READ_GB_S = 4400.0  # read-only sweep of an H200, measured; the denominator of every share
 TOLERANCE = 4e-3  # |out - ref| / |ref|: bfloat16 output rounding is 1.7e-3, float16 sums within 32 weights under 1e-3
 ROTATE_BYTES = 400e6  # several times the 60 MB cache
-Case = tuple[str, list[Callable[[], object]], int]  # name, calls to rotate through, weight bytes one call reads
+Calls = list[Callable[[], Tensor]]
+Case = tuple[str, Calls, int, Tensor | None]  # name, calls to rotate through, weight bytes one call reads, what the first call must give
 
 
-def random_parts(codec: Codec, shape: tuple[int, ...]) -> Parts:
-    """Canonical parts of random codes with scales near the size of trained weights; what decode gives for them is the truth."""
-    *lead, rows, cols = shape
-
-    def scales(*size: int) -> Tensor:
-        return torch.rand(*size, device="cuda") + 0.5
-
-    if codec.name == "int8_g128":
-        codes = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
-        return {"weight": codes, "scale": (scales(*lead, rows, -(-cols // 128)) / 2000).to(torch.bfloat16)}
-    bits = 3 if codec.name == "w3_levels" else 2
-    codes = torch.randint(0, 256, (*lead, rows, cols * bits // 8), dtype=torch.uint8, device="cuda")
-    if codec.name == "w3_levels":
-        return {"codes": codes, "scale": scales(*lead, rows, cols // 64).to(torch.float8_e4m3fn), "factor": torch.full((*lead, 1), 2.0**-8, device="cuda")}
-    if codec.name == "q2_levels":
-        return {"codes": codes, "scale": scales(*lead, rows, 1) / 200}
-    return {"codes": codes, "scale": (scales(*lead, rows, cols // 32) / 50).to(torch.float16)}
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Within, floating outputs start as NaN and integer ones as -77: what a kernel does not write shows."""
-    real = torch.empty
-
-    def empty(*size: Any, **options: Any) -> Tensor:
-        out = real(*size, **options)
-        return out.fill_(float("nan") if out.is_floating_point() else -77)
-
-    with mock.patch.object(torch, "empty", empty):
-        yield
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """|got - want| / |want| in float64; NaN where anything is NaN."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
-def random_ids(tokens: int, experts: int, k: int) -> Tensor:
-    """k different experts per token, int32."""
-    return torch.rand(tokens, experts, device="cuda").topk(k, dim=-1).indices.to(torch.int32)
-
-
-def check_trunk() -> Iterator[tuple[str, float]]:
-    codec = create("int8_g128")
-    for (rows, cols), dtype in ((TRUNK["qkv 10240x2560"], torch.bfloat16), (TRUNK["out 2560x6144"], torch.bfloat16), ((77, 2592), torch.float16)):
-        parts = random_parts(codec, (rows, cols))
-        kernel, weight = Int8Linear(repack(codec, parts, cols)), codec.decode(parts, cols)
+def checks(part: str) -> Iterator[Error]:
+    """The comparisons of one part, at the true shapes and at some that divide by nothing."""
+    if part == "trunk":
         for tokens in (1, 2, 4, 8, 17, 130):
-            x = torch.randn(tokens, cols, device="cuda").to(dtype)
-            want = reference_linear(x, weight)
-            if tokens <= 8:
-                yield f"int8 gemv {rows}x{cols} M={tokens}", relative_error(kernel.inner(x), want)
-            yield f"int8 tile {rows}x{cols} M={tokens}", relative_error(kernel.tiled(x), want)
+            for rows, cols in TRUNK.values():
+                yield from check_linear(rows, cols, tokens, torch.bfloat16, DEVICE)
+            yield from check_linear(77, 2592, tokens, torch.float16, DEVICE)
+        return
+    if part == "small":
+        for experts, k in ((512, 10), (300, 7), (8, 8)):
+            yield from check_router(experts, k, 8, DEVICE)
+        for name, cols in (("e4m3", 160), ("q2_rows", 160), ("e4m3", 36), ("q2_rows", 36)):
+            yield from check_table(create(name), 5003, cols, DEVICE)
+    for codec in (create(name, options) for name, options in CHECKED.get(part, [])):
+        for hidden, width, dtype in ((HIDDEN, WIDTH, torch.bfloat16), (192, 704, torch.float16)):
+            for tokens in (1, 2, 4, 8):
+                yield from check_experts(codec, 24, hidden, width, tokens, TOPK, dtype, DEVICE)
 
 
-def check_experts() -> Iterator[tuple[str, float]]:
-    for hidden, width in ((HIDDEN, WIDTH), (192, 704)):
-        for tokens in (1, 2, 4, 8):
-            ids, weights = random_ids(tokens, 24, 10), torch.rand(tokens, 10, device="cuda")
-            ids[0, 3] = -1
-            x = torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16)
-            for name, options in [*CODECS.items(), ("q2_g32", {"scale_dtype": "e4m3"}), ("w3_levels", {"code_order": "10_10_10_2"})]:
-                codec = create(name, options)
-                shapes = ((24, 2 * width, hidden), (24, hidden, width))
-                stacks = [random_parts(codec, shape) for shape in shapes]
-                if options.get("scale_dtype") == "e4m3":
-                    stacks = [{**p, "scale": (p["scale"].float() * 50).to(torch.float8_e4m3fn), "factor": torch.full((24, 1), 2.0**-6, device="cuda")} for p in stacks]
-                kernel = LowBitExperts(repack(codec, stacks[0], hidden, halves=2), repack(codec, stacks[1], width))
-                want = reference_experts(x, ids, weights, codec.decode(stacks[0], hidden), codec.decode(stacks[1], width))
-                yield f"experts {name} {options} {hidden}/{width} M={tokens}", relative_error(kernel(x, ids, weights), want)
-            dense = [(torch.randn(24, *s, device="cuda") / 50).to(torch.bfloat16) for s in ((2 * width, hidden), (hidden, width))]
-            want = reference_experts(x, ids, weights, dense[0].float(), dense[1].float())
-            yield f"experts bf16 {hidden}/{width} M={tokens}", relative_error(Bf16Experts(*dense)(x, ids, weights), want)
-
-
-def check_small() -> Iterator[tuple[str, float]]:
-    for experts, k in ((512, 10), (300, 7), (8, 8)):
-        for normalise in (True, False):
-            logits = torch.randn(8, experts, device="cuda")
-            got, want = route(logits, k, normalise), reference_route(logits, k, normalise)
-            yield f"router {experts} top-{k}", relative_error(got[1], want[1]) if torch.equal(got[0], want[0]) else float("nan")
-    for name in ("e4m3", "q2_rows"):
-        for cols in (160, 36):
-            codec = create(name)
-            parts = codec.encode(torch.randn(5003, cols, device="cuda"))
-            ids = torch.randint(0, 5003, (8, 16), device="cuda")
-            yield f"table {name} {cols}", relative_error(Table(codec, parts, cols)(ids), reference_table(codec, parts, cols, ids))
-
-
-def check() -> list[tuple[str, float]]:
-    """All comparisons; prints the worst of each kind and every failure."""
-    with poisoned():
-        found = [pair for part in (check_trunk, check_experts, check_small) for pair in part()]
-    torch.cuda.synchronize()
+def check(parts: list[str]) -> bool:
+    """Runs the comparisons; prints every failure and the worst error. True where all are within tolerance."""
+    found = [error for part in parts for error in checks(part)]
     failed = [(name, error) for name, error in found if not error <= TOLERANCE]
     for name, error in failed:
         print(f"WRONG {name}: relative error {error:.2e}")
-    kinds = {name.split(" M=")[0].split("torch")[0]: 0.0 for name, _ in found}
-    print(f"checks: {len(found) - len(failed)} of {len(found)} within {TOLERANCE}, {len(kinds)} kinds, worst {max(error for _, error in found):.2e}")
-    return failed
+    print(f"checks: {len(found) - len(failed)} of {len(found)} within {TOLERANCE}, worst {max(error for _, error in found):.2e}")
+    return not failed
 
 
-def graph_us(calls: list[Callable[[], object]], replays: int = 15) -> list[float]:
+def graph_us(calls: Calls, replays: int = 15) -> list[float]:
     """Microseconds per call, one sample per replay of a CUDA graph that holds all calls once."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -162,71 +98,115 @@ def graph_us(calls: list[Callable[[], object]], replays: int = 15) -> list[float
     return samples
 
 
+def serial(name: str) -> Any:
+    """Launches of lab.kernels.<name> without overlap, to see what the overlap gives."""
+    return mock.patch(f"lab.kernels.{name}.launch_options", dict)
+
+
 def trunk_cases(tune: bool) -> Iterator[Case]:
+    """int8 and cuBLAS bf16 on the same matrices' shapes; with `tune` every launch shape, checked against the default's result."""
     codec = create("int8_g128")
     for name, (rows, cols) in TRUNK.items():
         copies = max(2, int(ROTATE_BYTES / (rows * cols)))
-        planes = [repack(codec, random_parts(codec, (rows, cols)), cols) for _ in range(copies)]
-        dense = [torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16) for _ in range(copies // 2)]
-        for tokens in (1, 2, 4, 8, 512, 4096):
-            x = torch.randn(tokens, cols, device="cuda", dtype=torch.bfloat16)
-            yield f"{name} M={tokens} cuBLAS bf16", [lambda w=w, x=x: linear(x, w) for w in dense], 2 * rows * cols
-            nbytes = planes[0].nbytes()
-            if tokens <= 8:
-                shapes = GEMV_SHAPES if tune and tokens in (1, 4) else [None]
-                for shape in shapes:
-                    kernels = [Int8Linear(p, *([shape] if shape else [])) for p in planes]
-                    yield f"{name} M={tokens} int8 gemv {shape or ''}", [lambda k=k, x=x: k.inner(x) for k in kernels], nbytes
-            for config in (TILE_SHAPES_SMALL if tokens <= 8 else TILE_SHAPES) if tune and tokens != 2 else [None]:
-                yield f"{name} M={tokens} int8 tile {config or ''}", [lambda k=Int8Linear(p), x=x, c=config: k.tiled(x, c) for p in planes], nbytes
+        planes = [repack(codec, random_parts(codec, (rows, cols), DEVICE), cols) for _ in range(copies)]
+        dense = [torch.randn(rows, cols, device=DEVICE, dtype=torch.bfloat16) for _ in range(copies // 2)]
+        kernels, nbytes = [Int8Linear(p) for p in planes], planes[0].nbytes()
+        for tokens in (1, 2, 4, 8, 64, 512, 4096):
+            x = torch.randn(tokens, cols, device=DEVICE, dtype=torch.bfloat16)
+            yield f"{name} M={tokens} cuBLAS bf16", [partial(linear, x, w) for w in dense], 2 * rows * cols, None
+            yield f"{name} M={tokens} int8", [partial(k, x) for k in kernels], nbytes, None
+            want = kernels[0](x)
+            for shape in GEMV_SHAPES.get(tokens, []) if tune else []:
+                yield f"{name} M={tokens} inner {shape}", [partial(k.inner, x, shape) for k in kernels], nbytes, want
+            for tile in TILE_SHAPES.get(tokens, []) if tune else []:
+                yield f"{name} M={tokens} tiled {tile}", [partial(k.tiled, x, tile) for k in kernels], nbytes, want
+            if tokens == 64:
+                yield f"{name} M={tokens} decoded", [partial(k.decoded, x) for k in kernels], nbytes, want
+            if tokens <= 2:
+                with serial("trunk"):
+                    yield f"{name} M={tokens} int8, no overlap", [partial(k, x) for k in kernels], nbytes, want
 
 
-GEMV_SHAPES = [(8, 5, 1), (8, 10, 1), (16, 1, 2), (16, 2, 2), (16, 5, 2), (32, 1, 4), (32, 3, 4), (64, 1, 8)]
-TILE_SHAPES_SMALL = [(64, 16, 4, 3), (64, 16, 4, 5), (32, 16, 2, 4), (16, 16, 1, 6), (128, 16, 4, 3)]
-TILE_SHAPES = [(128, 128, 8, 3), (128, 64, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4)]
-GATE_SHAPES = [(8, 1, 1), (8, 5, 1), (8, 10, 1), (16, 1, 2), (16, 2, 2), (16, 5, 2), (32, 1, 4), (32, 3, 4), (32, 3, 2)]
-DOWN_SHAPES = [(8, 1, 1), (8, 5, 1), (16, 1, 2), (16, 4, 2), (16, 13, 2), (32, 1, 4), (32, 7, 4), (64, 1, 8), (64, 4, 8)]
+GEMV_SHAPES = {
+    1: [(16, 32, 3, 0, 4), (16, 32, 3, 1, 4), (8, 64, 2, 0, 4)],
+    2: [(16, 32, 3, 0, 4), (16, 32, 3, 1, 4), (8, 64, 2, 1, 4)],
+    4: [(16, 16, 1, 0, 2), (16, 32, 3, 0, 4), (8, 64, 2, 0, 4), (8, 64, 2, 1, 4)],
+    8: [(16, 16, 1, 0, 2), (8, 64, 2, 1, 4)],
+}
+TILE_SHAPES = {8: [(32, 16, 2, 4), (16, 16, 1, 4)], 64: [(32, 64, 2, 4)]}
+GATE_SHAPES = [(16, 16, 1, 2), (16, 32, 3, 4)]
+DOWN_SHAPES = [(8, 64, 4, 4), (16, 64, 4, 8), (16, 32, 7, 4), (16, 16, 4, 2), (16, 16, 13, 2)]
 
 
-def expert_cases(tune: bool) -> Iterator[Case]:
-    for name, options in CODECS.items():
-        codec = create(name, options)
-        gate_up = repack(codec, random_parts(codec, (EXPERTS, 2 * WIDTH, HIDDEN)), HIDDEN, halves=2)
-        down = repack(codec, random_parts(codec, (EXPERTS, HIDDEN, WIDTH)), WIDTH)
-        for tokens in (1, 4, 8):
-            rounds = max(8, EXPERTS // (tokens * TOPK))
-            ids = [random_ids(tokens, EXPERTS, TOPK) for _ in range(rounds)]
-            x, weights = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16), torch.rand(tokens, TOPK, device="cuda")
-            h = torch.randn(tokens, TOPK, WIDTH, device="cuda", dtype=torch.float16)
-            used = sum(int(i.unique().numel()) for i in ids) / rounds
-            for shape in GATE_SHAPES if tune and name != "q2_levels" else [Tiles().gate_up]:
-                kernel = LowBitExperts(gate_up, down, Tiles(gate_up=shape))
-                yield f"gate+up {name} M={tokens} {shape}", [lambda i=i, k=kernel, x=x: k.gate_up(x, i) for i in ids], int(used * gate_up.bytes_per_matrix())
-            for shape in DOWN_SHAPES if tune and name != "q2_levels" else [Tiles().down]:
-                kernel = LowBitExperts(gate_up, down, Tiles(down=shape))
-                calls: list[Callable[[], object]] = [lambda i=i, k=kernel, h=h, w=weights: k.down(h, i, w, torch.bfloat16) for i in ids]
-                yield f"down {name} M={tokens} {shape}", calls, int(used * down.bytes_per_matrix())
-            kernel = LowBitExperts(gate_up, down)
-            both = gate_up.bytes_per_matrix() + down.bytes_per_matrix()
-            yield f"both {name} M={tokens}", [lambda i=i, k=kernel, x=x, w=weights: k(x, i, w) for i in ids], int(used * both)
+def expert_cases(name: str, tune: bool) -> Iterator[Case]:
+    """Both kernels of one codec, alone and together; every call routes to other experts, so that no weight is cached."""
+    codec = create(name)
+    gate_up = repack(codec, random_parts(codec, (EXPERTS, 2 * WIDTH, HIDDEN), DEVICE), HIDDEN, halves=2)
+    down = repack(codec, random_parts(codec, (EXPERTS, HIDDEN, WIDTH), DEVICE), WIDTH)
+    kernel = LowBitExperts(gate_up, down)
+    for tokens in (1, 4, 8):
+        rounds = max(8, EXPERTS // (tokens * TOPK))
+        ids = [random_ids(tokens, EXPERTS, TOPK, DEVICE) for _ in range(rounds)]
+        x, weights = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16), torch.rand(tokens, TOPK, device=DEVICE)
+        h = torch.randn(tokens, TOPK, WIDTH, device=DEVICE, dtype=torch.float16)
+        used = sum(int(i.unique().numel()) for i in ids) / rounds
+        up_bytes, down_bytes = int(used * gate_up.bytes_per_matrix()), int(used * down.bytes_per_matrix())
+
+        def gates(tile: Tile | None = None, x: Tensor = x, ids: list[Tensor] = ids) -> Calls:
+            return [partial(kernel.gate_up, x, i, tile) for i in ids]
+
+        def downs(tile: Tile | None = None, h: Tensor = h, ids: list[Tensor] = ids, weights: Tensor = weights) -> Calls:
+            return [partial(kernel.down, h, i, weights, torch.bfloat16, tile) for i in ids]
+
+        yield f"gate+up {name} M={tokens}", gates(), up_bytes, None
+        yield f"gate+up {name} M={tokens} float16 in", gates(x=x.to(torch.float16)), up_bytes, None
+        yield f"down {name} M={tokens}", downs(), down_bytes, None
+        both: Calls = [partial(kernel, x, i, weights) for i in ids]
+        yield f"both {name} M={tokens}", both, up_bytes + down_bytes, None
+        with serial("experts"):
+            yield f"gate+up {name} M={tokens}, no overlap", gates(), up_bytes, None
+            yield f"down {name} M={tokens}, no overlap", downs(), down_bytes, None
+            yield f"both {name} M={tokens}, no overlap", both, up_bytes + down_bytes, None
+        if tune:
+            wants = gates()[0](), downs()[0]()
+            for shape in GATE_SHAPES:
+                yield f"gate+up {name} M={tokens} {shape}", gates(shape), up_bytes, wants[0]
+            for shape in DOWN_SHAPES:
+                yield f"down {name} M={tokens} {shape}", downs(shape), down_bytes, wants[1]
 
 
 def small_cases() -> Iterator[Case]:
+    """bf16 experts, router and table; the two small ones are bounded by launches, not bytes."""
+    gate_up, down = (torch.randn(EXPERTS, *s, device=DEVICE, dtype=torch.bfloat16) for s in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+    dense, each = Bf16Experts(gate_up, down), 2 * HIDDEN * WIDTH
     for tokens in (1, 8):
-        logits = torch.randn(tokens, EXPERTS, device="cuda")
-        yield f"router M={tokens}", [lambda x=logits: route(x, TOPK)] * 16, logits.nbytes
-        yield f"router M={tokens} torch", [lambda x=logits: reference_route(x, TOPK)] * 16, logits.nbytes
+        x, weights = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16), torch.rand(tokens, TOPK, device=DEVICE)
+        ids = [random_ids(tokens, EXPERTS, TOPK, DEVICE) for _ in range(8)]
+        used = sum(int(i.unique().numel()) for i in ids) / len(ids)
+        yield f"both bf16 M={tokens}", [partial(dense, x, i, weights) for i in ids], int(used * 3 * each), None
+        logits = torch.randn(tokens, EXPERTS, device=DEVICE)
+        yield f"router M={tokens}", [lambda x=logits: route(x, TOPK)[1]] * 16, logits.nbytes, None  # type: ignore[misc]
+        yield f"router M={tokens} torch", [lambda x=logits: reference_route(x, TOPK)[1]] * 16, logits.nbytes, None  # type: ignore[misc]
     for name in ("e4m3", "q2_rows"):
         codec = create(name)
-        table = Table(codec, codec.encode(torch.randn(1 << 20, 160, device="cuda")), 160)
+        table = Table(codec, codec.encode(torch.randn(1 << 20, 160, device=DEVICE)), 160)
         for tokens in (1, 8, 512):
-            ids = [torch.randint(0, 1 << 20, (tokens, 16), device="cuda") for _ in range(16)]
-            yield f"table {name} M={tokens}", [lambda i=i, t=table: t(i) for i in ids], tokens * 16 * codec.row_bytes(160)
+            rows = [torch.randint(0, 1 << 20, (tokens, 16), device=DEVICE) for _ in range(16)]
+            yield f"table {name} M={tokens}", [partial(table, i) for i in rows], tokens * 16 * codec.row_bytes(160), None
+
+
+def cases(part: str, tune: bool) -> Iterator[Case]:
+    """What is timed of one part."""
+    if part == "trunk":
+        return trunk_cases(tune)
+    return small_cases() if part == "small" else expert_cases(part, tune)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tune", action="store_true", help="search launch shapes instead of timing the defaults")
+    names = ["trunk", *CODECS, "small"]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tune", action="store_true", help="also time other launch shapes, each checked against the default's result")
+    parser.add_argument("--only", choices=names, help="one part")
     parser.add_argument("--out", type=Path, help="write all samples there as JSON")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -234,12 +214,16 @@ def main() -> int:
         return 2
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    if check():
+    chosen = [options.only] if options.only else names
+    if not check(chosen):
         print("no speed is reported while a check fails")
         return 1
     rows = []
-    for cases in (trunk_cases(options.tune), expert_cases(options.tune), small_cases()):
-        for name, calls, nbytes in cases:
+    for part in chosen:
+        for name, calls, nbytes, want in cases(part, options.tune):
+            if want is not None and not relative_error(calls[0](), want) <= TOLERANCE:
+                print(f"WRONG {name}: differs from the default launch shape")
+                return 1
             samples = graph_us(calls)
             us = median(samples)
             rate = nbytes / us / 1000
