@@ -88,13 +88,13 @@ def decide(cell: Cell, result: WorkerResult, check: EvidenceCheck | None = None)
         decision.notes = [f"{status}: {reason}" for status, reason in findings[1:]]
         decision.gates = [passed("load")]
         return decision
+    refusals = _refusals(result)
     if lost := _parity_problem(result.evidence):
         decision = refuse(Status.PARITY_FAILED, lost, result.metrics)
-        decision.gates = [passed(gate) for gate in ("load", "residency", "numeric")]
+        decision.gates = [passed("load"), _residency(cell), _numeric(result, refusals)]
         return decision
 
     decision = Decision(Status.OK)
-    refusals = _refusals(result)
     for name, measurement in result.metrics.items():
         if name not in METRICS:
             decision.notes.append(f"{name} is no metric of lab.metrics and was left out")
@@ -110,7 +110,7 @@ def decide(cell: Cell, result: WorkerResult, check: EvidenceCheck | None = None)
     if not decision.metrics:
         status, reason = next(iter(decision.gaps.values()))
         return refuse(status, f"no metric was admitted; the first: {reason}", decision.unadmitted)
-    decision.gates = _gates(decision, result)
+    decision.gates = _gates(cell, decision, result, refusals)
     return decision
 
 
@@ -156,23 +156,40 @@ def _parity_problem(evidence: dict[str, Any]) -> str | None:
     )
 
 
-def _gates(decision: Decision, result: WorkerResult) -> list[GateResult]:
-    """The gates of a cell that was admitted at least in part."""
-    found = [passed("load"), passed("residency")]
-    groups = {
-        "numeric": [f"{n}: {r}" for n, (s, r) in decision.gaps.items() if s is Status.NUMERIC_INVALID],
-        "parity": [],
-        "speed": [n for n in decision.gaps if METRICS[n].unit in _TIMED_UNITS],
-        "plausibility": [f"{n}: {r}" for n, (s, r) in decision.gaps.items() if s is Status.IMPLAUSIBLE],
-    }
-    for gate, refused in groups.items():
-        if gate == "parity":
-            parity = result.evidence.get("parity")
-            checked = f"mean KLD {parity['kld_mean']:.3g} over {parity['tokens']} tokens" if parity else "the worker did not compare steps with the whole"
-            found.append(GateResult(gate=gate, outcome="passed" if parity else "not_checked", detail=checked))
-        else:
-            found.append(GateResult(gate=gate, outcome="partly" if refused else "passed", detail="; ".join(refused)))
+def _gates(cell: Cell, decision: Decision, result: WorkerResult, refusals: dict[str, Refusal]) -> list[GateResult]:
+    """The gates of a cell that was admitted at least in part. A gate that had nothing to judge was not passed."""
+    parity = result.evidence.get("parity")
+    found = [passed("load"), _residency(cell), _numeric(result, refusals)]
+    if parity:
+        found.append(passed("parity", f"mean KLD {parity['kld_mean']:.3g} over {parity['tokens']} tokens"))
+    else:
+        found.append(GateResult(gate="parity", outcome="not_checked", detail="the worker did not compare steps with the whole"))
+    rates = [name for name in result.metrics if name in METRICS and METRICS[name].unit in _TIMED_UNITS]
+    missing = [name for name in decision.gaps if METRICS[name].unit in _TIMED_UNITS]
+    found.append(_judged("speed", rates, missing))
+    found.append(_judged("plausibility", list(decision.metrics), [f"{n}: {r}" for n, (s, r) in decision.gaps.items() if s is Status.IMPLAUSIBLE]))
     return found
+
+
+def _residency(cell: Cell) -> GateResult:
+    """The gate whose evidence held. A server shows requests and answers; where its weights lie and what computes them it does not."""
+    if cell.engine == "server":
+        return GateResult(
+            gate="residency", outcome="not_checked", detail="a server shows neither its weights nor its operations; requests, model and cache were checked"
+        )
+    return passed("residency")
+
+
+def _numeric(result: WorkerResult, refusals: dict[str, Refusal]) -> GateResult:
+    """Whether what the model put out is valid: the gaps and values of the metrics made from its output."""
+    invalid = {**{n: g for n, g in result.gaps.items() if n not in result.metrics}, **refusals}
+    return _judged("numeric", [n for n in _OUTPUT if n in result.metrics], [f"{n}: {r}" for n, (s, r) in invalid.items() if s is Status.NUMERIC_INVALID])
+
+
+def _judged(gate: str, judged: list[str], refused: list[str]) -> GateResult:
+    if refused:
+        return GateResult(gate=gate, outcome="partly", detail="; ".join(refused))
+    return passed(gate) if judged else GateResult(gate=gate, outcome="not_checked", detail="nothing was measured that it judges")
 
 
 def refusal_of(name: str, found: Measurement, result: WorkerResult) -> Refusal | None:

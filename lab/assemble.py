@@ -12,10 +12,13 @@ from typing import Any
 from lab import provenance
 from lab.admission import Decision, refuse
 from lab.cell import Cell
+from lab.devices import is_expected
 from lab.events import Outcome
 from lab.gates import complete
 from lab.record import Gap, GateResult, Record, Status, WorkerResult
 
+_SAME_CARD = 0.9
+"""Drivers keep a few percent of a card's memory for themselves; the next smaller card of a family has far less."""
 _FORCEABLE = frozenset({Status.DEAD_END, Status.OOM_PREDICTED})
 """Statuses that only `force=true` gets past; the fill command then has to carry it."""
 
@@ -103,6 +106,20 @@ def moved_problem(skeleton: dict[str, Any], result: WorkerResult | None) -> tupl
         return Status.INFRA, "the code under lab/ changed between start and measurement; run it again"
     if files is not None and files != skeleton["artifact"].get("sha256"):
         return Status.INFRA, f"{skeleton['cell']['model']['artifact']}: the files changed between check and measurement; run it again"
+    return None
+
+
+def other_device(cell: Cell, result: WorkerResult | None) -> tuple[Status, str] | None:
+    """Whether the worker used another card than the one the cell names: a machine may hold several, and the kernel's names tell a chip, not a card."""
+    if result is None or "gpu" not in result.environment:
+        return None
+    used, size = result.environment, result.environment.get("gpu_memory_bytes")
+    names = [str(used[key]) for key in ("gpu", "gpu_arch") if used.get(key)]
+    if not is_expected(cell.device.expect, names):
+        return Status.INFRA, f"it ran on {' '.join(names)}, which is not device={cell.device.name}; choose the card with CUDA_VISIBLE_DEVICES"
+    if cell.device.expect and cell.device.memory_bytes and isinstance(size, int) and size < _SAME_CARD * cell.device.memory_bytes:
+        here, there = (f"{n / 2**30:.1f} GiB" for n in (size, cell.device.memory_bytes))
+        return Status.INFRA, f"it ran on {' '.join(names)} with {here}, but device={cell.device.name} has {there}: another card of the same chip"
     return None
 
 

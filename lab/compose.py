@@ -134,7 +134,8 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
     if not isinstance(geometry, str):
         raise LabError("model.geometry: must be the path of a config.json, or left out")
     config["engine"] = _engine(config)
-    config["layers"] = _layers(config.get("layers"), str(model.get("name")), model["artifact"], model_layers(project, model["artifact"], geometry))
+    total = model_layers(project, model["artifact"], geometry)
+    config["layers"] = _layers(config.get("layers"), str(model.get("name")), model["artifact"], total)
     try:
         cell = Cell.model_validate(config)
     except ValidationError as error:
@@ -161,6 +162,9 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
     if cell.model.arch not in ARCHITECTURES:
         raise LabError(f"model.arch={cell.model.arch}: no such architecture; choose one of: {', '.join(ARCHITECTURES)}")
     _check_names(project, cell)
+    if cell.path.server is not None and total is not None and cell.layers < total and not any("{layers}" in word for word in cell.path.server.command):
+        untold = f"the server of path {cell.path.name} is not told how many layers to keep"
+        raise LabError(f"layers={cell.layers}: {untold}, so it runs all {total}; use layers={total}")
     return cell
 
 

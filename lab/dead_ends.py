@@ -13,7 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lab.cell import Cell
+from lab.devices import accelerators, is_expected
 from lab.experiment import Experiment, experiment_names, load_experiment
 from lab.overrides import GROUPS
 from lab.project import Project
@@ -49,7 +52,7 @@ class Closed:
 def closed_way(project: Project, cell: Cell) -> Closed | None:
     """The first registered dead end that the cell walks into. Raises LabError where an experiment file is wrong: it may hold one."""
     for closed in _registered(project.root / "experiments", tuple(registered_files(project).items())):
-        if closed.dead_end.where and is_within(cell, closed.dead_end.where):
+        if closed.dead_end.where and is_within(cell, closed.dead_end.where, project):
             return closed
     return None
 
@@ -67,10 +70,25 @@ def _registered(directory: Path, _contents: tuple[tuple[str, str], ...]) -> tupl
     return tuple(Closed(experiment, dead_end) for experiment in experiments for dead_end in experiment.dead_ends)
 
 
-def is_within(cell: Cell, where: Mapping[str, str | int | float | bool]) -> bool:
-    """Whether the cell has every value that `where` names, by override key: a choice by its name, any other key by its dotted place."""
+def is_within(cell: Cell, where: Mapping[str, str | int | float | bool], project: Project | None = None) -> bool:
+    """Whether the cell has every value that `where` names, by override key: a choice by its name, any other key by its dotted place.
+
+    With `project`, a device is also recognised where the cell calls it by another name: `device=cuda` on the very card that `where` means.
+    """
     data = cell.model_dump(mode="json")
-    return all(_value(data, key) == as_text(value) for key, value in where.items())
+    return all(
+        _value(data, key) == as_text(value) or (key == "device" and project is not None and _is_that_device(project, cell, as_text(value)))
+        for key, value in where.items()
+    )
+
+
+def _is_that_device(project: Project, cell: Cell, name: str) -> bool:
+    """Whether the cell's device is any accelerator of this machine, and one of them is the card that conf/device/`name`.yaml expects."""
+    file = project.conf / GROUPS["device"] / f"{name}.yaml"
+    if cell.device.torch_device == "cpu" or cell.device.expect is not None or not file.is_file():
+        return False
+    expect = yaml.safe_load(file.read_text(encoding="utf-8")).get("expect")
+    return expect is not None and is_expected(expect, accelerators())
 
 
 def _value(data: dict[str, Any], key: str) -> str | None:

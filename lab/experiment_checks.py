@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9_]+(-[A-Za-z0-9_]+)*")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([./][A-Za-z_][A-Za-z0-9_]*)*")
+_CELL_KEYS = ("model", "path", "device", "bench", "layers", "engine", "mode")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 Finding = tuple[Loc, str]
 
@@ -52,7 +53,8 @@ def findings(experiment: Experiment, stem: str) -> Iterator[Finding]:
             yield from _order(experiment, points, hypothesis.criterion, criterion)
         else:
             yield from _value(experiment, points, hypothesis.criterion, criterion)
-    yield from _claims(experiment)
+    yield from _claims(experiment, points)
+    yield from _closed_keys(experiment, points)
     for kind, entries in (("hypotheses", experiment.hypotheses), ("dead_ends", experiment.dead_ends), ("accounts", experiment.accounts)):
         yield from _repeated_ids(kind, [entry.id for entry in entries])
 
@@ -69,6 +71,20 @@ def _keys(experiment: Experiment) -> Iterator[Finding]:
                 yield (*place, key), f"'{key}' is not an override key"
     for key in sorted(experiment.axes.keys() & experiment.overrides.keys()):
         yield ("axes", key), f"'{key}' is also set in 'overrides'"
+
+
+def _closed_keys(experiment: Experiment, points: list[dict[str, str]]) -> Iterator[Finding]:
+    """A dead end that no command can ever walk into closes nothing: a key must be one that cells have, a path one that is expected here."""
+    known = {*_CELL_KEYS, *(key for point in points for key in point)}
+    for index, dead_end in enumerate(experiment.dead_ends):
+        for key, value in dead_end.where.items():
+            if key not in known and not key.startswith(("path.components.", "placement.", "model.", "bench.")):
+                yield (
+                    ("dead_ends", index, "where", key),
+                    f"no cell has the key '{key}'; choose from: {', '.join(sorted(known))}, path.components.*",
+                )
+            elif key == "path" and value not in {point.get("path") for point in points}:
+                yield ("dead_ends", index, "where", key), f"path {value} is not expected in this experiment"
 
 
 def _metric(experiment: Experiment, place: Loc, metric: str, unit: str | None = None) -> Iterator[Finding]:
@@ -102,13 +118,15 @@ def _one_cell(points: list[dict[str, str]], where: Overrides, place: Loc) -> Ite
         yield place, f"{named} must be one expected cell, once in the order; {sum(matches(point, where) for point in points)} match"
 
 
-def _claims(experiment: Experiment) -> Iterator[Finding]:
+def _claims(experiment: Experiment, points: list[dict[str, str]]) -> Iterator[Finding]:
     yield from _repeated_ids("claims", [claim.id for claim in experiment.claims])
     for index, claim in enumerate(experiment.claims):
         if claim.quantity not in QUANTITIES:
             yield ("claims", index, "quantity"), f"unknown quantity '{claim.quantity}'; choose from: {', '.join(QUANTITIES)}"
         elif claim.unit != QUANTITIES[claim.quantity].unit:
             yield ("claims", index, "unit"), f"{claim.quantity} is reported in {QUANTITIES[claim.quantity].unit}, not {claim.unit}"
+        if claim.where and pick(points, claim.where) is None:
+            yield ("claims", index, "where"), "names no single expected cell; leave it out where the figure is about none"
 
 
 def _repeated_ids(kind: str, ids: list[str]) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator
@@ -17,6 +18,7 @@ from lab.metrics import METRICS
 
 LANGUAGES = ("en", "zh")
 _VALUE = re.compile(r"[A-Za-z0-9_.:/+-]+")
+_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 def _plain(value: Any) -> Any:
@@ -40,10 +42,19 @@ def _both_languages(value: str | dict[str, str]) -> str | dict[str, str]:
     return value
 
 
+def _day(value: Any) -> date:
+    """A day as YAML gives it: a text, or a date where it stood without quotes."""
+    try:
+        return value if type(value) is date else date.fromisoformat(value if _DAY.fullmatch(value) else "")
+    except (TypeError, ValueError):
+        raise ValueError(f"{str(value)!r} is not a day; write it as YYYY-MM-DD") from None
+
+
 Plain = Annotated[str | int | float | bool, PlainValidator(_plain)]
 Overrides = dict[str, Plain]
 Text = Annotated[str | dict[str, str], AfterValidator(_both_languages)]
 """One text for every language, or one for each."""
+Day = Annotated[date, PlainValidator(_day)]
 Comparison = Literal[">=", "<=", ">", "<"]
 
 
@@ -89,7 +100,10 @@ class _Strict(BaseModel):
 
 
 class Target(_Strict):
-    """A value to reach. `where` picks the cells it applies to by their overrides; empty means all. `source` says who set it."""
+    """A value to reach. `where` picks the cells it applies to by their overrides; empty means all. `source` says who set it.
+
+    `quantifier`: `any` is reached by one cell that reaches it, `all` only by every one. Cells that a dead end closes are asked only where one was forced.
+    """
 
     metric: str
     comparison: Comparison
@@ -97,6 +111,7 @@ class Target(_Strict):
     unit: str
     source: Text
     where: Overrides = Field(default_factory=dict)
+    quantifier: Literal["any", "all"] = "all"
 
 
 class OrderCriterion(_Strict):
@@ -119,12 +134,16 @@ class ValueCriterion(_Strict):
 
 
 class Hypothesis(_Strict):
-    """A claim with the criterion that decides it, both fixed before the first run. `id` also names its chart."""
+    """A claim with the criterion that decides it, both fixed before the first run. `id` also names its chart.
+
+    `since`: the day it was registered, where that was later than the experiment; reports set it against the first record of its cells.
+    """
 
     id: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
     statement: Text
     criterion: OrderCriterion | ValueCriterion
     source: Text | None = None
+    since: Day | None = None
 
 
 class Question(_Strict):

@@ -20,12 +20,12 @@ import psutil
 
 from lab import admission, provenance
 from lab.admission import Decision, EvidenceCheck, refuse
-from lab.assemble import as_infra, assemble, ending_problem, moved_problem
+from lab.assemble import as_infra, assemble, ending_problem, moved_problem, other_device
 from lab.cell import Cell
 from lab.checks import machine_checks, sampled
 from lab.child import run_child
 from lab.dead_ends import registered_files
-from lab.errors import GapError
+from lab.errors import GapError, LabError
 from lab.events import Outcome
 from lab.fill import fill_command
 from lab.fitting import capacity_gate
@@ -78,7 +78,8 @@ class Runner:
             try:
                 self._take_turn(turn, cell, label, stop)
                 left_over = reconcile(self.store)
-                earlier = self.store.newest(cell) if skip_ok else None
+                # What a server runs is not in the resume key: its result is never taken over.
+                earlier = self.store.newest(cell) if skip_ok and cell.engine != "server" else None
             except GaveUpError:
                 raise StoppedError(stop.received or "stop") from None
             except OSError as error:
@@ -133,6 +134,9 @@ class Runner:
                 record = self._record(skeleton, attempt.number, refused, gates=gates)
             except GapError as gap:
                 record = self._record(skeleton, attempt.number, refuse(gap.status, gap.reason), gates=gates)
+            except LabError as error:
+                # Found before the sweep began, this would have been exit 2; now it is this cell's gap, and the others go on.
+                record = self._record(skeleton, attempt.number, refuse(Status.INFRA, f"changed since the start: {_one_line(error)}"), gates=gates)
             except BaseException as error:
                 # A bug of the lab itself: it keeps its traceback, and the attempt its record.
                 bug = refuse(Status.CRASHED, f"the lab itself failed: {type(error).__name__}: {_one_line(error)}")
@@ -174,8 +178,8 @@ class Runner:
         found = outcome.result.metrics if outcome.result else outcome.metrics
         if problem := ending_problem(cell, outcome):
             return refuse(*problem, found)
-        if moved := moved_problem(skeleton, outcome.result):
-            return replace(refuse(*moved, found), stopped_at="identity")
+        if other := moved_problem(skeleton, outcome.result) or other_device(cell, outcome.result):
+            return replace(refuse(*other, found), stopped_at="identity")
         assert outcome.result is not None
         return admission.decide(cell, outcome.result, self.evidence)
 

@@ -143,6 +143,28 @@ def test_a_model_that_disagrees_with_itself_admits_nothing(cell: Cell) -> None:
     assert judge(cell, evidence={"parity": parity | {"kld_mean": 1e-7}}).status is Status.OK
 
 
+def outcomes(decision: Decision) -> dict[str, str]:
+    return {g.gate: g.outcome for g in decision.gates}
+
+
+def test_invalid_output_shows_at_its_gate_also_where_parity_ended_the_cell(cell: Cell) -> None:
+    parity = {"parity": {"tokens": 64, "kld_mean": 0.5, "tolerance": 1e-6}}
+    nan = judge(cell, evidence=parity, metrics={"load_s": Measurement(value=2.5, unit="s", protocol="load@1")}, gaps={"ppl": (Status.NUMERIC_INVALID, "NaN")})
+    assert nan.status is Status.PARITY_FAILED and outcomes(nan)["numeric"] == "partly"
+    assert outcomes(judge(cell, evidence=parity))["numeric"] == "passed"
+
+
+def test_a_gate_without_anything_to_judge_was_not_passed(cell: Cell) -> None:
+    found = outcomes(judge(cell, metrics={"load_s": Measurement(value=2.5, unit="s", protocol="load@1")}))
+    assert found["numeric"] == "not_checked" and found["parity"] == "not_checked"
+    assert found["speed"] == "partly", "rates that are missing are said"
+
+
+def test_a_servers_residency_is_not_checked(cell: Cell) -> None:
+    assert outcomes(judge(cell))["residency"] == "passed"
+    assert outcomes(judge(cell.model_copy(update={"engine": "server"})))["residency"] == "not_checked"
+
+
 def test_the_gates_of_an_admitted_cell_say_what_each_found(cell: Cell) -> None:
     decision = judge(cell, metrics={"ppl": Measurement(value=9.5, unit="ppl", protocol="ppl/window@1"), "tg128_tok_s": rate([50.0] * 5)})
     found = {g.gate: g for g in decision.gates}

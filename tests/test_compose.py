@@ -33,7 +33,7 @@ def test_the_paths_of_the_design_are_there() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_composes_and_can_be_filled(project: Project, path: str) -> None:
-    cell = cell_of(project, f"path={path}", "layers=3")
+    cell = cell_of(project, f"path={path}", "layers=12")
     assert cell.path.name == path
     assert {rule.component for rule in cell.path.evidence} == set(cell.path.components)
     assert Cell.model_validate(json.loads(json.dumps(cell.model_dump(mode="json")))).hash == cell.hash
@@ -221,9 +221,11 @@ def test_plain_changes_compose_to_what_hydra_composes(project: Project, words: t
 
 
 def test_a_path_that_names_a_server_runs_on_it_and_no_other_does(project: Project) -> None:
-    assert cell_of(project, "path=vllm_gguf", "layers=3").engine == "server"
+    assert cell_of(project, "path=vllm_gguf", "layers=12").engine == "server"
+    with pytest.raises(LabError, match="layers=3: the server of path vllm_gguf is not told how many layers to keep, so it runs all 12; use layers=12"):
+        cell_of(project, "path=vllm_gguf", "layers=3")
     assert cell_of(project, "path=expert_q2", "layers=3").engine == "local"
     with pytest.raises(LabError, match="engine=local: path vllm_gguf names a server; use engine=auto"):
-        cell_of(project, "path=vllm_gguf", "layers=3", "engine=local")
+        cell_of(project, "path=vllm_gguf", "layers=12", "engine=local")
     with pytest.raises(LabError, match="engine=server: path expert_q2 names no server"):
         cell_of(project, "path=expert_q2", "layers=3", "engine=server")

@@ -114,3 +114,42 @@ def test_an_id_used_twice_is_refused(project: Project) -> None:
     (project.root / "experiments" / "other.yaml").write_text(STAGE.replace("name: stage", "name: other").replace("id: deep", "id: cold"), encoding="utf-8")
     with pytest.raises(LabError, match=r"other\.yaml:\d+: dead_ends\.2\.id: 'cold' is used twice"):
         closed_way(project, compose_cells(["device=cpu"], project)[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "closed"),
+    [
+        ("path=cpu_cold device=r9700", True),
+        ("path=cpu_cold device=cuda", True),  # the same card under its generic name
+        ("path=tiered device=r9700 path.components.experts.placement=cpu_cold", True),
+        ("path=expert_q2 device=r9700 path.components.ple.codec=q2_rows", True),
+        ("path=cpu_cold device=h200", False),
+        ("path=cpu_cold device=cpu", False),
+        ("path=strata_server device=r9700", False),  # another engine
+    ],
+)
+def test_another_name_for_the_same_thing_does_not_open_the_way(monkeypatch: pytest.MonkeyPatch, words: str, closed: bool) -> None:
+    monkeypatch.setattr("lab.dead_ends.accelerators", lambda: ("AMD gfx 120001",))
+    project = Project(root=ROOT, runs=ROOT / "runs")
+    (cell,) = compose_cells(["model=flash_next", "layers=48", *words.split()], project)
+    assert bool(closed_way(project, cell)) is closed
+
+
+def test_any_card_is_not_that_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.dead_ends.accelerators", lambda: ("NVIDIA H200",))
+    project = Project(root=ROOT, runs=ROOT / "runs")
+    (cell,) = compose_cells(["model=flash_next", "layers=48", "path=cpu_cold", "device=cuda"], project)
+    assert closed_way(project, cell) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("where: {model: nano, path: cpu_cold}", "where: {model: nano, layer: 3}", r"dead_ends\.0\.where\.layer: no cell has the key 'layer'; choose from"),
+        ("where: {model: nano, path: cpu_cold}", "where: {path: cpu_cald}", r"dead_ends\.0\.where\.path: path cpu_cald is not expected"),
+    ],
+)
+def test_a_dead_end_that_can_never_close_anything_is_a_mistake(project: Project, old: str, new: str, message: str) -> None:
+    (project.root / "experiments" / "stage.yaml").write_text(STAGE.replace(old, new), encoding="utf-8")
+    with pytest.raises(LabError, match=message):
+        closed_way(project, compose_cells(["device=cpu"], project)[0])

@@ -265,3 +265,18 @@ def test_a_runs_folder_that_is_a_file_is_an_infra_record(project: Project) -> No
     assert (code, json.loads(out)["status"]) == (3, "INFRA")
     assert "the record is kept in" in err
     assert "Traceback" not in err
+
+
+def test_an_experiment_file_that_breaks_during_a_sweep_costs_its_cell_and_not_the_sweep(project: Project) -> None:
+    class Breaks(Runner):
+        def run(self, cell: Cell, artifact: dict[str, object], stop: StopSignals, skip_ok: bool, position: str = "", force: bool = False) -> CellRun:
+            half_saved = self.project.root / "experiments" / "x.yaml"
+            half_saved.write_text("name: [") if cell.layers == 6 else half_saved.unlink(missing_ok=True)
+            return super().run(cell, artifact, stop, skip_ok, position, force)
+
+    runner = Breaks(project, WORKER, lambda *_: [])
+    runner.tracker = fake_runner(project).tracker
+    assert run_cells(project, ["path=reference", "layers=3,6,12", "device=cpu"], True, None, runner=runner, inspect=inspect) == 3
+    found = {s.record.cell["layers"]: s.record for s in Store(project.runs).records()}
+    assert [found[layers].status for layers in (3, 6, 12)] == [Status.OK, Status.INFRA, Status.OK]
+    assert "experiments/x.yaml:1: not valid YAML" in found[6].reason

@@ -158,7 +158,13 @@ def environment(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "code_sha256": code_sha256()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda, "hip": torch.version.hip}
+        found |= {
+            "gpu": properties.name,
+            "gpu_arch": getattr(properties, "gcnArchName", None),
+            "gpu_memory_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+        }
     return found
 
 

@@ -215,6 +215,8 @@ class ServerAttempt(Attempt):
         passed = any("{layers}" in word for word in spec.command)
         if not passed:
             self.result.notes.append(f"layers={self.cell.layers} is what the cell says; the server was not told a depth")
+        if spec.lossy:
+            self.result.notes.append(f"lossy switches of this stack: {', '.join(spec.lossy)}")
         return {
             "url": spec.url,
             "model": spec.model,
