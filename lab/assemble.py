@@ -11,7 +11,9 @@ from typing import Any
 
 from lab import provenance
 from lab.admission import Decision, refuse
+from lab.capacity import place_out_of_memory
 from lab.cell import Cell
+from lab.child import KILLED_FOR_MEMORY
 from lab.devices import is_expected
 from lab.events import Outcome
 from lab.gates import complete
@@ -46,6 +48,8 @@ def assemble(
         origin["phases"] = outcome.phases
         if decision.status is not Status.OK:
             evidence["log_tail"] = outcome.log_tail
+    if decision.status is Status.OOM and "capacity" in evidence:
+        evidence["capacity"] = {**evidence["capacity"], "ran_out": place_out_of_memory(decision.reason)}
     if result:
         origin["environment"] = result.environment
     started = skeleton["started_at"]
@@ -86,6 +90,8 @@ def ending_problem(cell: Cell, outcome: Outcome) -> tuple[Status, str] | None:
         return Status.CRASHED, f"interrupted by {outcome.stop_signal}"
     if outcome.ended == "timeout":
         return Status.TIMEOUT, f"not finished after bench.timeout_s={cell.bench.timeout_s:g} s, in phase {_phase(outcome)}{last}"
+    if outcome.problem == KILLED_FOR_MEMORY:
+        return Status.OOM, f"{KILLED_FOR_MEMORY}, in phase {_phase(outcome)}{last}"
     if outcome.killed_by:
         memory = " (out of memory is a common cause)" if outcome.killed_by == "SIGKILL" else ""
         return Status.CRASHED, f"the worker was ended by {outcome.killed_by}{memory} in phase {_phase(outcome)}{last}"

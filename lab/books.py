@@ -1,7 +1,7 @@
 """The closing of the books: a matrix in which an expected entry is neither measured nor a gap must not be shown.
 
 Two sums: expected = measured + gaps, over (cell, metric) entries, and attempts = current + superseded + invalidated + stale + other weights +
-elsewhere, over records. Each side is counted on its own by the caller. Closed books prove that nothing was dropped or counted twice, not that
+elsewhere + copies, over record files. Each side is counted on its own by the caller. Closed books prove that nothing was dropped or counted twice, not that
 what was counted is right.
 """
 
@@ -16,7 +16,8 @@ class BooksError(RuntimeError):
 
 @dataclass(frozen=True)
 class Totals:
-    """Both sides of both sums. `not_run` is the part of `gaps` that only needs its command run; `elsewhere` are attempts at other cells.
+    """Both sides of both sums. `not_run` is the part of `gaps` that only needs its command run; `elsewhere` are attempts at other cells,
+    `copies` records that are there under another number as well.
 
     Record files that are `unreadable` are in neither sum.
     """
@@ -33,12 +34,13 @@ class Totals:
     stale: int
     other_weights: int
     elsewhere: int
+    copies: int
     unreadable: int
 
     @property
     def parts(self) -> dict[str, int]:
         """What the attempts are made of, by name."""
-        names = ("current", "superseded", "invalidated", "stale", "other_weights", "elsewhere")
+        names = ("current", "superseded", "invalidated", "stale", "other_weights", "elsewhere", "copies")
         return {name: getattr(self, name) for name in names}
 
     def close(self) -> None:

@@ -21,12 +21,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.checks.cgroup import oom_kills
+from lab.checks.source import Source
 from lab.events import EventReader, OnPhase, Outcome
 from lab.signals import StopSignals
 
 GRACE_S = 5.0
 """Between asking the group to end (SIGTERM) and ending it (SIGKILL)."""
 TAIL_LINES = 20
+KILLED_FOR_MEMORY = "the kernel ended the worker: main memory ran out"
+"""The outcome's problem when the child ended by SIGKILL while the kernel counted such a kill in this process's control group."""
 _CHUNK = 1 << 16
 
 # Runs before the worker, in its process: asks the kernel to kill this process when the lab dies, then becomes the worker. A launcher, not
@@ -43,12 +47,20 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def run_child(argv: Sequence[str], job: dict[str, Any], *, cwd: Path, log: Path, timeout_s: float, stop: StopSignals, on_phase: OnPhase) -> Outcome:
+def run_child(
+    argv: Sequence[str], job: dict[str, Any], *, cwd: Path, log: Path, timeout_s: float, stop: StopSignals, on_phase: OnPhase, machine: Source | None = None
+) -> Outcome:
     """Run `argv` with the job on its standard input and `--events-fd N` appended, until it ends, `timeout_s` passes or a stop is asked for.
 
-    Raises OSError if the process cannot be started at all.
+    Raises OSError if the process cannot be started at all. `machine` is another than this one only in tests.
     """
-    return _Child(argv, job, cwd=cwd, log=log, timeout_s=timeout_s, stop=stop, on_phase=on_phase).run()
+    machine = machine or Source()
+    before = oom_kills(machine)
+    outcome = _Child(argv, job, cwd=cwd, log=log, timeout_s=timeout_s, stop=stop, on_phase=on_phase).run()
+    after = oom_kills(machine)
+    if outcome.killed_by == "SIGKILL" and before is not None and after is not None and after > before:
+        outcome.problem = KILLED_FOR_MEMORY
+    return outcome
 
 
 class _Child:

@@ -1,8 +1,8 @@
 """The rules of `lab.plausibility` over the measured cells of a matrix: which numbers can be set against each other.
 
-A series holds rates between which nothing but the depth differs: model, path with its options, device, bench, placement and mode, but also machine,
-weights, packages and code, so that two machines are never set against each other. Where a record does not say on what it ran, its rates are compared
-with its own only. No doubt does not mean that a number is right.
+A series holds rates between which nothing but the depth differs: model, path with its options, device, bench, placement and mode, the weights, and what
+`lab.likeness` asks to be equal. The lab's own code is not part of it, since every edit of any file would switch the rules off; where it differs, the
+flag says so. Where a record does not say on what it ran, its rates are compared with its own only. No doubt does not mean that a number is right.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lab.cell import Cell, Placement
+from lab.likeness import circumstances, untold
 from lab.plausibility import RATES, Observation
 from lab.record import Measurement, Record
 from lab.registered import QUANTITIES
@@ -21,7 +22,6 @@ from lab.standing import record_id
 
 QUANTITY_OF = {str(QUANTITIES[name].beside): name for name in RATES}
 """The quantity that the rules know each of our rates by."""
-_DECISIVE_PACKAGES = ("torch", "triton")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Rate:
 def observations(rates: Iterable[Rate]) -> list[Observation]:
     """The rates as the rules take them, each in its series."""
     known = list(rates)
-    keys = [series_key(rate.cell, rate.record) for rate in known]
+    keys = [series_key(rate) for rate in known]
     sharing: dict[str, set[str]] = defaultdict(set)
     for rate, key in zip(known, keys, strict=True):
         sharing[_title(rate.cell)].add(key)
@@ -47,21 +47,20 @@ def observations(rates: Iterable[Rate]) -> list[Observation]:
         title, m = _title(rate.cell), rate.measurement
         series = title if len(sharing[title]) == 1 else f"{title} (series {key[:8]})"
         low, high = m.value if m.min is None else m.min, m.value if m.max is None else m.max
-        found.append(Observation(rate.name, series, rate.cell.layers, rate.quantity, m.value, low, high))
+        code = str(rate.record.provenance.get("code_sha256") or "")
+        found.append(Observation(rate.name, series, rate.cell.layers, rate.quantity, m.value, low, high, code=code))
     return found
 
 
-def series_key(cell: Cell, record: Record) -> str:
-    """sha256 (hex) of everything but the depth that moves a rate."""
-    made = record.provenance
-    machine, code = made.get("machine"), made.get("code_sha256")
+def series_key(rate: Rate) -> str:
+    """sha256 (hex) of everything but the depth and the lab's code that moves a rate."""
+    metric = str(QUANTITIES[rate.quantity].beside)
     parts = {
-        "cell": {key: value for key, value in cell.identity().items() if key != "layers"},
-        "machine": machine,
-        "code": code,
-        "packages": {name: (made.get("packages") or {}).get(name) for name in _DECISIVE_PACKAGES},
-        "weights": record.artifact.get("sha256"),
-        "only": None if machine and code else record_id(record),
+        "cell": {key: value for key, value in rate.cell.identity().items() if key != "layers"},
+        "around": circumstances(rate.record, metric),
+        "cache_state": rate.measurement.details.get("cache_state"),
+        "weights": rate.record.artifact.get("sha256"),
+        "only": record_id(rate.record) if untold(rate.record, metric) else None,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -1,7 +1,7 @@
-"""The capacity gate of a run: the ledger's estimate, raised by earlier failures, against what this machine has free now.
+"""The capacity gate of a run: the ledger's estimates, raised by earlier failures, against what this machine has free now.
 
 A cell that cannot fit costs minutes of loading and may take the machine down with it, so it is not started; an estimate can be wrong the other way, so
-`force=true` starts it all the same. Either way the record keeps estimate and free memory, from which a real failure teaches the next estimate. Passing
+`force=true` starts it all the same. Either way the record keeps estimates and free memory, from which a real failure teaches the next estimate. Passing
 is no promise: fragmentation and neighbours are not foreseen.
 """
 
@@ -15,8 +15,8 @@ from lab.cell import Cell
 from lab.errors import GapError
 from lab.gates import forced, passed
 from lab.project import Project
-from lab.record import GateResult, Record, Status
-from lab.store import RECORD, load_record
+from lab.record import GateResult, Status
+from lab.store import RECORD, Stored, load_attempt
 
 
 def prepare(project: Project, cells: Sequence[Cell]) -> None:
@@ -30,22 +30,25 @@ def capacity_gate(project: Project, cell: Cell, force: bool) -> tuple[GateResult
     if isinstance(ledger, NoLedger):
         return GateResult(gate="capacity", outcome="not_checked", detail=ledger.reason), {}
     device, host = machine_memory(project, cell)
-    estimate = estimate_with_memory(ledger, past_ooms(_relatives(project, cell)))
-    verdict = judge(ledger, device, host, estimate)
-    kept = capacity_evidence(ledger, device, host) | {"estimate_bytes": estimate.bytes, "raised": estimate.reason}
-    said = verdict.sentence + (f"; the estimate was {estimate.reason}" if estimate.reason else "")
-    if verdict.fits is not False:
+    estimates = estimate_with_memory(ledger, past_ooms(_relatives(project, cell)))
+    verdict = judge(ledger, device, host, estimates)
+    raised = {"estimate_bytes": estimates.device.bytes, "host_estimate_bytes": estimates.host.bytes, "raised": estimates.reason}
+    kept = capacity_evidence(ledger, device, host) | raised
+    said = verdict.sentence + (f"; the estimate was {estimates.reason}" if estimates.reason else "")
+    if verdict.fits is None:
+        return GateResult(gate="capacity", outcome="not_checked", detail=said), kept
+    if verdict.fits:
         return passed("capacity", said), kept
     if force:
         return forced("capacity", said), kept
     raise GapError(Status.OOM_PREDICTED, f"{said} (python -m lab plan says what would fit)")
 
 
-def _relatives(project: Project, cell: Cell) -> Iterator[Record]:
-    """Records of the same model, path and device, at any depth: the only ones whose failures say something about this cell."""
+def _relatives(project: Project, cell: Cell) -> Iterator[Stored]:
+    """Attempts at cells of the same model, path and device, at any depth: the only ones whose failures say something about this cell."""
     name = f"{cell.model.name}-{cell.path.name}-L*-{cell.device.name}-*"
     for file in sorted(project.runs.glob(f"{name}/*/{RECORD}")):
         try:
-            yield load_record(file)
+            yield load_attempt(file)
         except (OSError, ValueError):
-            continue  # named by `doctor` and `matrix`; an unreadable record teaches nothing
+            continue  # named by `doctor` and `matrix`; an unreadable attempt teaches nothing

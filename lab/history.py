@@ -18,7 +18,7 @@ from lab.project import Project
 from lab.provenance import utc_now
 from lab.reconcile import reconcile
 from lab.record import Status
-from lab.standing import Kind, Mark, age, standings
+from lab.standing import Kind, Mark, standings
 from lab.store import RECORD, Store, Stored, load_attempt, marks_of
 from lab.tracking import Tracker
 
@@ -26,7 +26,7 @@ _INVALIDATE = "python -m lab invalidate CELL_ID/ATTEMPT --reason TEXT"
 
 
 def find_attempt(project: Project, word: str) -> Stored:
-    """The attempt that `word` names: CELL_ID/ATTEMPT, a record file, or CELL_ID for its newest OK attempt that was not invalidated.
+    """The attempt that `word` names: CELL_ID/ATTEMPT, a record file, or CELL_ID for the OK attempt that is current.
 
     Raises LabError, in one line that says what there is instead.
     """
@@ -37,7 +37,7 @@ def find_attempt(project: Project, word: str) -> Stored:
         if not cell_id or cell_id.startswith(".") or not folder.is_dir():
             raise LabError(f"{word}: {_no_such_cell(project, cell_id)}")
         if not slash:
-            return _newest(project, cell_id)
+            return _current(project, cell_id)
         file = folder / f"{int(number):03d}" / RECORD if number.isdecimal() else folder / number / RECORD
         if not file.is_file():
             there = [path.parent.name for path in Store(project.runs).record_files(cell_id)]
@@ -54,15 +54,21 @@ def _no_such_cell(project: Project, cell_id: str) -> str:
     return f"neither a cell in {project.short(project.runs)} nor a record file" + (f" (did you mean {near[0]}?)" if near else "")
 
 
-def _newest(project: Project, cell_id: str) -> Stored:
+def _current(project: Project, cell_id: str) -> Stored:
+    """The OK attempt whose numbers the cell shows."""
     found = Store(project.runs).read(cell_id)[0]
     good = [one for one in found if one.record.status is Status.OK and not one.marks]
-    if not good:
-        last = f"; attempt {found[-1].record.attempt} is {'invalidated' if found[-1].marks else found[-1].record.status}" if found else ""
-        raise LabError(f"{cell_id}: no OK attempt that was not invalidated{last}")
     if len({one.record.cell_hash for one in good}) > 1:
         raise LabError(f"{cell_id}: two different cells share this id; name the attempt, e.g. {cell_id}/{good[-1].record.attempt}")
-    return max(good, key=lambda one: (age(one.record), one.record.attempt))
+    judged = standings([one.record for one in found], marks_of(found))
+    current = next((record for record, standing in judged if standing.kind is Kind.CURRENT and record.status is Status.OK), None)
+    if current is not None:
+        return next(one for one in found if one.record.attempt == current.attempt)
+    stale = [standing.reason for record, standing in judged if standing.kind is Kind.STALE_PROTOCOL and record.status is Status.OK]
+    if stale:
+        raise LabError(f"{cell_id}: no OK attempt under today's protocols; {stale[-1]}")
+    last = f"; attempt {found[-1].record.attempt} is {'invalidated' if found[-1].marks else found[-1].record.status}" if found else ""
+    raise LabError(f"{cell_id}: no OK attempt that was not invalidated{last}")
 
 
 def invalidate_command(project: Project, words: Sequence[str]) -> int:

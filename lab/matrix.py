@@ -9,7 +9,7 @@ path was the claimed one is judged before a record is written (`lab.admission`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from lab.metrics import METRICS
 from lab.plausibility import Flag, flags
 from lab.record import Gap, Record, Status
 from lab.rows import Entry, Row, Unreadable
-from lab.standing import NO_MARKS, Kind, Marks, age, distinct, standings
+from lab.soundness import refusals
+from lab.standing import NO_MARKS, Kind, Marks, age, standings, with_copies
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,10 +80,10 @@ def build_matrix(
     marks: Marks = NO_MARKS,
 ) -> Matrix:
     """Set the experiment against the records. Raises LabError for overrides that are no cell, BooksError if the books do not close."""
-    known = distinct(records)
+    known = with_copies(records)
     by_hash: dict[str, list[Record]] = defaultdict(list)
-    for record in known:
-        by_hash[record.cell_hash].append(record)
+    for same in known:
+        by_hash[same[0].cell_hash] += same
     lost = tuple(sorted(unreadable, key=lambda item: item.path))
     rows = tuple(
         Row(
@@ -94,7 +95,7 @@ def build_matrix(
         )
         for cell, point in _expected(experiment, compose_cell)
     )
-    entries = {(row.key, metric): _entry(row, metric) for row in rows for metric in experiment.metrics}
+    entries = {(row.key, entry.metric): entry for row in rows for entry in _entries(row, experiment.metrics)}
     raised, doubted = _doubt(rows, entries)
     entries |= doubted
     totals = _totals(experiment, rows, entries.values(), known, len(lost))
@@ -114,6 +115,18 @@ def _expected(experiment: Experiment, compose_cell: ComposeCell) -> list[tuple[C
             raise LabError(f"{experiment.source}: {' '.join(overrides)}: the same cell as {found[cell.hash][1]}")
         found[cell.hash] = (cell, point)
     return list(found.values())
+
+
+def _entries(row: Row, metrics: Iterable[str]) -> Iterator[Entry]:
+    """The row's entries. A number that today's rules refuse is a gap, whatever the rules were when it was recorded."""
+    refused = refusals(row.current) if row.current is not None else {}
+    for metric in metrics:
+        if row.current is not None and metric in refused:
+            status, reason = refused[metric]
+            gap = Gap(status=status, reason=f"{reason} (attempt {row.current.attempt} recorded it as a number)", fill=row.fill)
+            yield Entry(row, metric, None, gap)
+        else:
+            yield _entry(row, metric)
 
 
 def _entry(row: Row, metric: str) -> Entry:
@@ -152,13 +165,13 @@ def _registered_changes(experiment: Experiment, rows: tuple[Row, ...]) -> tuple[
     """The other versions of the file that the records of its cells were made under, by first use. A record that names none tells nothing."""
     starts: dict[str, list[str]] = defaultdict(list)
     for record in sorted((record for row in rows for record, _ in row.standings), key=age):
-        registered = record.provenance.get("experiments", {}).get(experiment.name)
+        registered = (record.provenance.get("experiments") or {}).get(experiment.name)
         if registered is not None and registered != experiment.sha256:
             starts[str(registered)].append(record.started_at)
     return tuple(RegisteredChange(digest, times[0], times[-1], len(times)) for digest, times in starts.items())
 
 
-def _totals(experiment: Experiment, rows: tuple[Row, ...], found: Iterable[Entry], known: list[Record], unreadable: int) -> Totals:
+def _totals(experiment: Experiment, rows: tuple[Row, ...], found: Iterable[Entry], known: list[tuple[Record, ...]], unreadable: int) -> Totals:
     """Count each side on its own: what is expected from the file, what was found from the entries, attempts from the records."""
     hashes = {row.key for row in rows}
     entries = list(found)
@@ -169,13 +182,14 @@ def _totals(experiment: Experiment, rows: tuple[Row, ...], found: Iterable[Entry
         measured=sum(entry.measurement is not None for entry in entries),
         gaps=sum(entry.gap is not None for entry in entries),
         not_run=sum(entry.state == "not_run" for entry in entries),
-        attempts=len(known),
+        attempts=sum(len(same) for same in known),
         current=kinds[Kind.CURRENT],
         superseded=kinds[Kind.SUPERSEDED],
         invalidated=kinds[Kind.INVALIDATED],
         stale=kinds[Kind.STALE_PROTOCOL],
         other_weights=kinds[Kind.OTHER_WEIGHTS],
-        elsewhere=sum(record.cell_hash not in hashes for record in known),
+        elsewhere=sum(same[0].cell_hash not in hashes for same in known),
+        copies=sum(len(same) - 1 for same in known),
         unreadable=unreadable,
     )
 

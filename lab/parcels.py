@@ -7,10 +7,8 @@ file and line. The check shows that the file is as it was written, not that its 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from lab.errors import LabError
 from lab.provenance import utc_now
 from lab.record import Record
+from lab.soundness import problems
 from lab.standing import Mark, record_id
 
 FORMAT, VERSION = "migration-lab-records", 1
-_CELL_ID = re.compile(r"[A-Za-z0-9_][^/\\\0]{0,200}")
-"""A cell id becomes a folder's name."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +113,6 @@ def _parcel(file: Path, number: int, line: bytes) -> Parcel:
     parcel = Parcel(found.record, found.marks)
     if parcel.record_id != found.record_id:
         raise LabError(f"{file}:{number}: record_id: does not fit the record, so the line was changed; export it again")
-    for problem in _problems(found.record):
-        raise LabError(f"{file}:{number}: {problem}")
+    for problem in problems(found.record):
+        raise LabError(f"{file}:{number}: record.{problem}")
     return parcel
-
-
-def _problems(record: Record) -> Iterator[str]:
-    """What a record may hold and yet cannot be stored or mirrored with."""
-    if not _CELL_ID.fullmatch(record.cell_id):
-        yield f"record.cell_id: {record.cell_id!r} cannot be a folder's name"
-    for name in ("started_at", "finished_at"):
-        try:
-            datetime.fromisoformat(getattr(record, name))
-        except ValueError:
-            yield f"record.{name}: {getattr(record, name)!r} is no time in ISO 8601"

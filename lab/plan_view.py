@@ -26,6 +26,8 @@ from lab.selection import names_experiment, plan_experiment
 OK, GAP = 0, 3
 GIB, GB, MB = 1 << 30, 10**9, 1 << 20
 _MULTIRUN = ("-m", "--multirun")
+_RATES = ("TG", "4-way", "PP512")
+_EVENLY = "requests spread evenly over experts and slots; real text repeats itself and may be faster"
 _MEMORY = "--memory="
 
 
@@ -73,16 +75,18 @@ def print_one(screen: Console, planned: Planned) -> None:
     screen.print(_ledger_table(planned.cell.id, ledger))
     for judged in planned.judged:
         screen.print(f"[bold]{judged.memory}[/]: {judged.verdict.sentence}")
-    if planned.estimate and planned.estimate.reason:
-        screen.print(f"estimate {planned.estimate.bytes / GIB:.2f} GiB instead of {planned.estimate.ledger_bytes / GIB:.2f}: {escape(planned.estimate.reason)}")
+    for one in (planned.estimates.device, planned.estimates.host) if planned.estimates else ():
+        if one.reason:
+            screen.print(f"estimate {one.bytes / GIB:.2f} GiB instead of {one.ledger_bytes / GIB:.2f}: {escape(one.reason)}")
     for kept in ledger.residency:
         screen.print(f"{kept.where}: {escape(_resident(kept))}")
     reads = ledger.decode_bytes_per_token
     moved = {"on the device": reads.device_bytes, "over the bus": reads.bus_bytes, "by the CPU": reads.host_bytes}
     shown = ", ".join(f"{size / GB:.3f} GB {how}" for how, size in moved.items() if size)
     screen.print(f"per decoded token: {shown}; {ledger.flops_per_token / 1e9:.2f} Gflop")
-    rates = (("TG", ledger.tg_bound_tok_s), ("4-way", ledger.agg4_bound_tok_s), ("PP512", ledger.pp_bound_tok_s))
-    screen.print(f"at most, in tok/s: {', '.join(f'{name} {_rate(value)}' for name, value in rates)} ({escape(ledger.basis)})")
+    screen.print(f"at most, in tok/s: {_rates(ledger.bounds_tok_s)} ({escape(ledger.basis)})")
+    if (estimates := _rates(ledger.estimates_tok_s)) != _rates(ledger.bounds_tok_s):
+        screen.print(f"estimated, in tok/s: {estimates} ({_EVENLY})")
     for judged in planned.judged:
         if judged.suggestions:
             screen.print(_ways_table(f"{judged.memory}: {'would fit' if judged.verdict.short_by_bytes else 'the largest tiers'}", judged.suggestions))
@@ -131,17 +135,21 @@ def print_many(screen: Console, planned: Sequence[Planned]) -> None:
     names = list(dict.fromkeys(judged.memory for one in planned for judged in one.judged))
     several = len({(one.cell.model.name, one.cell.device.name) for one in planned}) > 1
     sizes: list[tuple[str, ...]] = []
-    rates: list[tuple[str, ...]] = []
+    bounds: list[tuple[str, ...]] = []
+    estimates: list[tuple[str, ...]] = []
     for one in planned:
         if isinstance(one.ledger, Ledger):
             spare = {judged.memory: _spare(judged) for judged in one.judged}
             cell = (_name(one, several), str(one.cell.layers))
             sizes.append((*cell, _gib(one.ledger.device_bytes), _gib(one.ledger.host_bytes), *(spare.get(name, "") for name in names)))
-            rates.append((*cell, *map(_rate, (one.ledger.tg_bound_tok_s, one.ledger.agg4_bound_tok_s, one.ledger.pp_bound_tok_s))))
+            bounds.append((*cell, *map(_rate, one.ledger.bounds_tok_s)))
+            estimates.append((*cell, *map(_rate, one.ledger.estimates_tok_s)))
     if sizes:
         _print_rows(screen, "GiB on device and host; against each device memory GiB to spare (+) or short (-)", ("device", "host", *names), sizes)
         screen.print("h: host memory is short; ?: host memory is not known")
-        _print_rows(screen, "at most, in tok/s, by bandwidth and arithmetic", ("TG", "4-way", "PP512"), rates)
+        _print_rows(screen, "at most, in tok/s, by bandwidth and arithmetic", _RATES, bounds)
+    if estimates != bounds:
+        _print_rows(screen, f"estimated, in tok/s: {_EVENLY}", _RATES, estimates)
     for one in planned:
         if isinstance(one.ledger, NoLedger):
             screen.print(f"{_name(one, several)}, {one.cell.layers} layers: no ledger: {escape(one.ledger.reason)}")
@@ -180,6 +188,10 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.2f}"
+
+
+def _rates(values: Iterable[float | None]) -> str:
+    return ", ".join(f"{name} {_rate(value)}" for name, value in zip(_RATES, values, strict=True))
 
 
 def _rate(value: float | None) -> str:

@@ -36,6 +36,7 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
 _TITLES = {"tg": {"en": "TG", "zh": "TG"}, "pp": {"en": "PP", "zh": "PP"}, "agg4": {"en": "4-way", "zh": "4 路"}, "ppl": {"en": "PPL", "zh": "PPL"}}
 _DEPTH = {"en": "{layers} layers", "zh": "{layers} 层"}
 _JOIN = {"en": ", ", "zh": "，"}
+_OTHER_CODE = {"en": "; the two ran different code of the lab", "zh": "；两者运行的实验室代码不同"}
 RATES = ("pp", "tg", "agg4")
 
 
@@ -43,7 +44,8 @@ RATES = ("pp", "tg", "agg4")
 class Observation:
     """One number to be judged beside others. `series` holds all that is equal but the depth; `low` and `high` are its samples' extremes.
 
-    `quantity` is one of `lab.registered.QUANTITIES`; `bound` the physical bound in the same unit, with what it was computed from.
+    `quantity` is one of `lab.registered.QUANTITIES`; `bound` the physical bound in the same unit, with what it was computed from; `code` the digest of
+    the code that ran, empty where it is not known.
     """
 
     name: str
@@ -56,11 +58,15 @@ class Observation:
     bound: float | None = None
     basis: str = ""
     vocabulary: int | None = None
+    code: str = ""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A broken rule, the observations (by name) it casts doubt on, and what the sentence needs: quantity, series, depth (None: several), numbers."""
+    """A broken rule, the observations (by name) it casts doubt on, and what the sentence needs: quantity, series, depth (None: several), numbers.
+
+    `other_code`: the observations come from different code, which may be what explains them.
+    """
 
     rule: str
     names: tuple[str, ...]
@@ -68,12 +74,14 @@ class Flag:
     series: str
     layers: int | None
     facts: tuple[tuple[str, str], ...]
+    other_code: bool = False
 
     def sentence(self, language: str = "en") -> str:
         """What does not fit, in one sentence without a full stop."""
         where = [_TITLES[self.quantity][language], self.series]
         where += [_DEPTH[language].format(layers=self.layers)] if self.layers is not None else []
-        return SENTENCES[self.rule][language].format(where=_JOIN[language].join(where), **dict(self.facts))
+        sentence = SENTENCES[self.rule][language].format(where=_JOIN[language].join(where), **dict(self.facts))
+        return sentence + _OTHER_CODE[language] if self.other_code else sentence
 
 
 def flags(observations: Iterable[Observation]) -> list[Flag]:
@@ -116,7 +124,7 @@ def _weak_aggregates(known: list[Observation]) -> list[Flag]:
 def _flag(rule: str, about: tuple[Observation, ...], **facts: str) -> Flag:
     first = about[0]
     depth = None if rule == "depth_inversion" else first.layers
-    return Flag(rule, tuple(o.name for o in about), first.quantity, first.series, depth, tuple(facts.items()))
+    return Flag(rule, tuple(o.name for o in about), first.quantity, first.series, depth, tuple(facts.items()), len({o.code for o in about}) > 1)
 
 
 def _rate(value: float) -> str:

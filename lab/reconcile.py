@@ -17,10 +17,12 @@ from typing import Any
 
 from lab.admission import refuse
 from lab.cell import Cell
+from lab.fallback import fallback_records
 from lab.locks import hold, is_locked
 from lab.project import say
 from lab.record import Gap, Record, Status
-from lab.store import LOG, RECORD, RESERVE, RUNNING, Store, Stored, fallback_records, load_record, wait_on
+from lab.standing import record_id
+from lab.store import LOG, RECORD, RESERVE, RUNNING, Store, Stored, load_record, wait_on
 
 KILLED = "the lab process was killed"
 
@@ -34,7 +36,9 @@ def reconcile(store: Store) -> list[Stored]:
         # Oldest first, so that attempt numbers follow the order of the runs.
         for kept in sorted(fallback_records(store.runs), key=lambda stored: stored.record.started_at):
             with _reported(kept.file):
-                added.append(_adopt(store, kept))
+                added.extend(_adopt(store, kept))
+                # Only now. One that the disk does not let go is known by its content, and is not taken in again.
+                shutil.rmtree(kept.file.parent)
         for folder in store.unfinished():
             with _reported(folder):
                 if not is_locked(folder / RUNNING):
@@ -118,10 +122,30 @@ def _moment(timestamp: float) -> str:
     return datetime.fromtimestamp(timestamp, UTC).isoformat(timespec="milliseconds")
 
 
-def _adopt(store: Store, kept: Stored) -> Stored:
-    """Move a record from the fallback folder to its place."""
-    folder, record = store.place_for(kept.record)
-    file = store.finish(folder, record)
-    shutil.rmtree(kept.file.parent)
-    say(f"{record.cell_id}: record moved from {kept.file.parent} to {file}")
-    return Stored(file, record)
+def _adopt(store: Store, kept: Stored) -> list[Stored]:
+    """Take in a record from the fallback folder, unless it is here already: into its own attempt's folder if that waits for it, else as another attempt.
+
+    Like an import, and never beside one: both ask what is here and which number is free. Raises OSError.
+    """
+    record = kept.record
+    with store.changing():
+        if record_id(record) in store.folders(record.cell_id):
+            return []
+        own = store.runs / record.cell_id / f"{record.attempt:03d}"
+        if own.is_dir() and not (own / RECORD).exists() and _left_by(own, record):
+            found = Stored(store.finish(own, record), record)
+        else:
+            found = store.add(record if record.attempt else record.model_copy(update={"attempt": store.next_number(record.cell_id)}))
+    say(f"{record.cell_id}: record moved from {kept.file.parent} to {found.file}")
+    return [found]
+
+
+def _left_by(folder: Path, record: Record) -> bool:
+    """Whether the record's own attempt left `folder`: no marker is in it any more, or that of a dead process which names the record's start."""
+    marker = folder / RUNNING
+    if not marker.exists():
+        return True
+    try:
+        return not is_locked(marker) and bool(json.loads(marker.read_bytes())["record"]["started_at"] == record.started_at)
+    except (ValueError, KeyError, TypeError):
+        return False

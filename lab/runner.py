@@ -27,6 +27,7 @@ from lab.child import run_child
 from lab.dead_ends import registered_files
 from lab.errors import GapError, LabError
 from lab.events import Outcome
+from lab.fallback import write_fallback
 from lab.fill import fill_command
 from lab.fitting import capacity_gate
 from lab.gates import passed
@@ -36,7 +37,7 @@ from lab.project import Project, say
 from lab.reconcile import reconcile
 from lab.record import GateResult, Record, Status
 from lab.signals import StopSignals
-from lab.store import LOG, Attempt, Store, Stored, write_fallback
+from lab.store import LOG, Attempt, Store, Stored
 from lab.tracking import Mirrored, Tracker
 
 WORKER_ARGV = (sys.executable, "-m", "lab.worker")

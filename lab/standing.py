@@ -77,7 +77,7 @@ def standings(records: Iterable[Record], marks: Marks = NO_MARKS, metrics: Itera
     `weights` pins the sha256 of a model's files. An invalidated attempt is never current, and neither is one of an older protocol or of other weights.
     """
     names = tuple(metrics)
-    judged = [(record, _objection(record, marks, names, weights)) for record in distinct(records)]
+    judged = [(same[0], _objection(same, marks, names, weights)) for same in with_copies(records)]
     good = [record for record, objection in judged if objection is None and record.status is Status.OK]
     # A failure that a later attempt overcame, if only under an older protocol, no longer describes the cell: then none is current.
     alive = [record for record, objection in judged if objection is None or objection.kind is Kind.STALE_PROTOCOL]
@@ -86,10 +86,12 @@ def standings(records: Iterable[Record], marks: Marks = NO_MARKS, metrics: Itera
     return tuple((record, objection or (Standing(Kind.CURRENT) if record is leader else displaced)) for record, objection in judged)
 
 
-def _objection(record: Record, marks: Marks, metrics: tuple[str, ...], weights: Mapping[str, str]) -> Standing | None:
-    """What keeps this attempt from counting, whatever the others are; the gravest first."""
-    if said := marks.get((record.cell_id, record.attempt)):
-        return Standing(Kind.INVALIDATED, "; ".join(dict.fromkeys(mark.reason for mark in said)))
+def _objection(same: tuple[Record, ...], marks: Marks, metrics: tuple[str, ...], weights: Mapping[str, str]) -> Standing | None:
+    """What keeps this record from counting, whatever the others are; the gravest first. A mark on one of its copies is a mark on the record."""
+    record = same[0]
+    if said := {mark for one in same for mark in marks.get((one.cell_id, one.attempt), ())}:
+        reasons = [mark.reason for mark in sorted(said, key=lambda mark: (mark.at, mark.by, mark.reason))]
+        return Standing(Kind.INVALIDATED, "; ".join(dict.fromkeys(reasons)))
     if stale := _stale(record, metrics):
         return Standing(Kind.STALE_PROTOCOL, stale)
     if other := _other_weights(record, weights):
@@ -117,19 +119,24 @@ def _other_weights(record: Record, weights: Mapping[str, str]) -> str:
     return f"attempt {record.attempt} ran {ran}; the experiment pins {model} to {pinned[:12]}"
 
 
-def distinct(records: Iterable[Record]) -> list[Record]:
-    """Each record once, oldest first; the order depends on their content alone, not on the order of arrival or on attempt numbers."""
+def with_copies(records: Iterable[Record]) -> list[tuple[Record, ...]]:
+    """Each record with its copies - the same content under other attempt numbers - the oldest record and in each the lowest number first.
+
+    What is given twice under one number is there once. The order depends on the content alone, not on the order of arrival or on attempt numbers.
+    """
     groups: dict[tuple[datetime, str, str, str, str], list[Record]] = defaultdict(list)
     for record in records:
         groups[age(record)].append(record)
-    ordered: list[Record] = []
+    ordered: list[tuple[Record, ...]] = []
     for key in sorted(groups):
-        same = groups[key]
-        if len(same) > 1:
-            # Only where times agree is the whole content looked at: over thousands of records that is the slow part. Of copies, the lowest number stays.
-            copies = {record_id(r): r for r in sorted(same, key=lambda r: r.attempt, reverse=True)}
-            same = [record for _, record in sorted(copies.items())]
-        ordered += same
+        if len(groups[key]) == 1:
+            ordered.append((groups[key][0],))
+            continue
+        # Only where times agree is the whole content looked at: over thousands of records that is the slow part.
+        alike: dict[str, dict[int, Record]] = defaultdict(dict)
+        for record in groups[key]:
+            alike[record_id(record)][record.attempt] = record
+        ordered += [tuple(numbered[number] for number in sorted(numbered)) for _, numbered in sorted(alike.items())]
     return ordered
 
 

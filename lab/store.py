@@ -1,8 +1,8 @@
 """The records on disk: `runs/<cell>/<attempt>/record.json`, the truth that MLflow and the reports are made from.
 
-An attempt's folder appears at once with its running marker inside, and its record is written aside and renamed, so that a reader never sees
-half of either. A record is never edited: what is said about it later stands beside it, in `marks.json`. Space for the record is reserved before the
-measurement. Where the disk refuses anyway, the record goes to a fallback folder and says so. What the numbers are worth is not decided here.
+An attempt's folder appears at once with its running marker inside, and its number is never given out twice, whoever asks at the same time. A record is
+never edited: what is said about it later stands beside it (`lab.stored`). Space for the record is reserved before the measurement; where the disk
+refuses anyway, it goes elsewhere (`lab.fallback`). What the numbers are worth is not decided here.
 """
 
 from __future__ import annotations
@@ -10,36 +10,67 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from lab.cell import Cell
 from lab.locks import hold, is_locked, try_lock
 from lab.record import Record
-from lab.standing import Mark, Marks, age
+from lab.standing import Mark, age, record_id
+from lab.stored import (
+    LOG,
+    MARKS,
+    MIRROR,
+    NUMBER,
+    RECORD,
+    RESERVE,
+    RUNNING,
+    Stored,
+    load_attempt,
+    load_marks,
+    load_record,
+    marks_of,
+    record_text,
+    save_marks,
+    write_atomic,
+    write_through,
+)
+
+__all__ = [
+    "LOG",
+    "MARKS",
+    "MIN_FREE_BYTES",
+    "MIRROR",
+    "RECORD",
+    "RESERVE",
+    "RUNNING",
+    "Attempt",
+    "Store",
+    "Stored",
+    "load_attempt",
+    "load_marks",
+    "load_record",
+    "marks_of",
+    "wait_on",
+    "write_atomic",
+]
 
 RESERVE_BYTES = 256 * 1024
 """Kept free in an attempt's folder for its record."""
 MIN_FREE_BYTES = 2 << 20
 """Needed on the disk of runs/ for an attempt's log; the record has its own reserve."""
 
-RECORD, RUNNING, LOG, MIRROR, RESERVE, MARKS = "record.json", "running.json", "log.txt", "mirror.json", ".reserve", "marks.json"
 NEW = ".new-"
 """Begins the name of an attempt's folder until it is complete."""
 SETTLED_S = 60.0
 """A folder younger than this may just be between its making and its lock."""
-_NUMBER = re.compile(r"\d{3,}")
-_MARKS = TypeAdapter(tuple[Mark, ...])
 
 
 @dataclass
@@ -55,15 +86,6 @@ class Attempt:
         if self.marker is not None:
             os.close(self.marker)
             self.marker = None
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A record, where it lies, and what was said about it since."""
-
-    file: Path
-    record: Record
-    marks: tuple[Mark, ...] = ()
 
 
 class Store:
@@ -101,7 +123,7 @@ class Store:
     def finish(self, folder: Path, record: Record) -> Path:
         """Write the record into its attempt's folder and take the marker away. Raises OSError if the disk refuses."""
         (folder / RESERVE).unlink(missing_ok=True)
-        write_atomic(folder / RECORD, _text(record))
+        write_atomic(folder / RECORD, record_text(record))
         (folder / RUNNING).unlink(missing_ok=True)
         return folder / RECORD
 
@@ -116,7 +138,7 @@ class Store:
 
             def write(number: int) -> None:
                 with (aside / RECORD).open("wb") as stream:
-                    _write_through(stream, _text(record.model_copy(update={"attempt": number})).encode())
+                    write_through(stream, record_text(record.model_copy(update={"attempt": number})).encode())
 
             number = _place(aside, record.attempt, write)
         except BaseException:
@@ -130,7 +152,7 @@ class Store:
         merged = sorted({*known, *marks}, key=lambda mark: (mark.at, mark.by, mark.reason))
         if len(merged) == len(known):
             return False
-        write_atomic(folder / MARKS, _MARKS.dump_json(tuple(merged), indent=1).decode() + "\n")
+        save_marks(folder, merged)
         return True
 
     def changing(self) -> AbstractContextManager[None]:
@@ -146,15 +168,18 @@ class Store:
             except OSError:
                 continue  # a disk that became read-only; the kept record takes this attempt's place when it is moved back
 
-    def place_for(self, record: Record) -> tuple[Path, Record]:
-        """The folder for a record that was kept elsewhere: its own attempt's if still without a record, else a new one. Raises OSError."""
-        parent = self.runs / record.cell_id
-        number = record.attempt
-        if number == 0 or (parent / f"{number:03d}" / RECORD).exists():
-            number = self.next_number(record.cell_id)
-        folder = parent / f"{number:03d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder, record.model_copy(update={"attempt": number})
+    def folders(self, cell_id: str) -> dict[str, Path]:
+        """The attempt's folder of each record of the cell, by what the record is known by; of copies, the one with the lowest number.
+
+        Whether the marks beside a record can be read does not matter; a record that cannot be read itself is left out.
+        """
+        found: dict[str, Path] = {}
+        for file in self.record_files(cell_id):
+            try:
+                found.setdefault(record_id(load_record(file)), file.parent)
+            except (OSError, ValueError):
+                continue  # `read` names it
+        return found
 
     def read(self, cell_id: str | None = None, known: Mapping[Path, Stored] = MappingProxyType({})) -> tuple[list[Stored], list[tuple[Path, str]]]:
         """Every attempt (of one cell), by cell and number, and the record files that cannot be read, each with the reason in one line.
@@ -187,8 +212,10 @@ class Store:
 
     def newest(self, cell: Cell) -> Stored | None:
         """The cell's newest attempt that can be read and was not invalidated: by time, since records from elsewhere get later numbers."""
-        found = [one for one in self.read(cell.id)[0] if one.record.cell_hash == cell.hash and not one.marks]
-        return max(found, key=lambda one: (age(one.record), one.record.attempt), default=None)
+        found = [one for one in self.read(cell.id)[0] if one.record.cell_hash == cell.hash]
+        marked = {record_id(one.record) for one in found if one.marks}
+        valid = [one for one in found if not marked or record_id(one.record) not in marked]  # a mark on a copy is a mark on the record
+        return max(valid, key=lambda one: (age(one.record), one.record.attempt), default=None)
 
     def next_number(self, cell_id: str) -> int:
         """The number of the cell's next attempt."""
@@ -197,7 +224,7 @@ class Store:
     def unfinished(self) -> list[Path]:
         """Attempt folders with a running marker and no record: running now, or left by a process that was killed."""
         folders = [marker.parent for marker in sorted(self.runs.glob(f"*/*/{RUNNING}"))]
-        return [f for f in folders if _NUMBER.fullmatch(f.name) and not (f / RECORD).exists()]
+        return [f for f in folders if NUMBER.fullmatch(f.name) and not (f / RECORD).exists()]
 
     def half_made(self) -> list[Path]:
         """Attempt folders that a process left before they got their number, because it died."""
@@ -208,73 +235,13 @@ class Store:
     def _numbered(parent: Path) -> list[tuple[int, Path]]:
         if not parent.is_dir():
             return []
-        return sorted((int(p.name), p) for p in parent.iterdir() if _NUMBER.fullmatch(p.name) and p.is_dir())
-
-
-def load_record(file: Path) -> Record:
-    """The record in `file`. Raises OSError, or ValueError for content that is not a valid record."""
-    try:
-        return Record.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'record'}: {first['msg']}") from None
-
-
-def load_marks(folder: Path) -> tuple[Mark, ...]:
-    """What was said about the attempt in `folder` since it ended. Raises OSError, or ValueError for a file that holds no marks."""
-    try:
-        return _MARKS.validate_json((folder / MARKS).read_bytes())
-    except FileNotFoundError:
-        return ()
-    except ValidationError as error:
-        raise ValueError(f"{MARKS}: {error.errors()[0]['msg']}") from None
-
-
-def marks_of(attempts: Iterable[Stored]) -> Marks:
-    """Their marks by address, as `lab.standing` takes them."""
-    return {(one.record.cell_id, one.record.attempt): one.marks for one in attempts if one.marks}
-
-
-def load_attempt(file: Path) -> Stored:
-    """The record in `file` under its folder's number, with its marks. Raises as `load_record` and `load_marks` do.
-
-    Marks that cannot be read spoil the record: nobody could say whether it was invalidated.
-    """
-    record, folder = load_record(file), file.parent
-    if _NUMBER.fullmatch(folder.name) and int(folder.name) != record.attempt:
-        record = record.model_copy(update={"attempt": int(folder.name)})
-    return Stored(file, record, load_marks(folder))
-
-
-def write_atomic(file: Path, text: str) -> None:
-    """Write `text` so that `file` is either absent, the old one or the whole new one, also after a power cut. Raises OSError."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            _write_through(stream, text.encode())
-        os.chmod(name, 0o644)
-        os.replace(name, file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    folder = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        return sorted((int(p.name), p) for p in parent.iterdir() if NUMBER.fullmatch(p.name) and p.is_dir())
 
 
 def reserve(file: Path) -> None:
     """Really occupy RESERVE_BYTES with `file`, so that they cannot be used up during a measurement. Raises OSError."""
     with file.open("wb") as stream:
-        _write_through(stream, b"\0" * RESERVE_BYTES)
-
-
-def _write_through(stream: IO[bytes], data: bytes) -> None:
-    """Write `data` and wait until the disk has it."""
-    stream.write(data)
-    stream.flush()
-    os.fsync(stream.fileno())
+        write_through(stream, b"\0" * RESERVE_BYTES)
 
 
 def _place(aside: Path, number: int, prepare: Callable[[int], None]) -> int:
@@ -295,34 +262,3 @@ def wait_on(seconds: float) -> bool:
     """For `lab.locks.hold`: wait that long, and never give up."""
     time.sleep(seconds)
     return False
-
-
-def _text(record: Record) -> str:
-    return record.model_dump_json(indent=1) + "\n"
-
-
-def fallback_folder() -> Path:
-    """Where records go that `runs/` does not take: one folder per user in the system's temporary folder."""
-    return Path(tempfile.gettempdir()) / f"migration-lab-records-{os.getuid()}"
-
-
-def write_fallback(record: Record, runs: Path) -> Path:
-    """Keep a record that `runs/` did not take. `lab import` moves it there later. Raises OSError if this fails too."""
-    base = fallback_folder()
-    base.mkdir(mode=0o700, exist_ok=True)
-    if base.is_symlink() or base.stat().st_uid != os.getuid():
-        raise PermissionError(errno.EACCES, "belongs to somebody else", str(base))
-    folder = Path(tempfile.mkdtemp(prefix=f"{record.cell_id}-", dir=base))
-    write_atomic(folder / RECORD, _text(record))
-    write_atomic(folder / "origin.json", json.dumps({"runs": str(runs)}))
-    return folder / RECORD
-
-
-def fallback_records(runs: Path) -> Iterator[Stored]:
-    """The kept records that belong to this `runs/` folder."""
-    for origin in sorted(fallback_folder().glob("*/origin.json")):
-        try:
-            if json.loads(origin.read_text()) == {"runs": str(runs)}:
-                yield Stored(origin.parent / RECORD, load_record(origin.parent / RECORD))
-        except (OSError, ValueError):
-            continue  # half-written, when the temporary folder was full as well

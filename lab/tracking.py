@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 import yaml
@@ -26,7 +27,7 @@ from lab.mlflow_store import EXPERIMENT, Turn, all_runs, get_run, tracking_uri
 from lab.project import Project, say
 from lab.provenance import utc_now
 from lab.record import Record
-from lab.run_fields import metric_values, params, run_status, standing_tag, tags
+from lab.run_fields import judged_tags, metric_values, params, run_status, standing_tag, tags
 from lab.standing import Standing, record_id, standings
 from lab.store import MIRROR, RECORD, Store, Stored, marks_of
 
@@ -159,9 +160,9 @@ class Tracker:
     def _upload(self, client: MlflowClient, experiment: str, stored: Stored, digest: str, stand: tuple[Record, Standing] | None) -> Mirrored:
         record = stored.record
         run = self._find(client, experiment, stored, digest)
-        told = {"record_id": record_id(record)} | (standing_tag(stand[1]) if stand else {})
+        told = judged_tags(record) | (standing_tag(stand[1]) if stand else {})
         if run is not None and _is_complete(run):
-            _retag(client, run, told)
+            _update(client, run, told, params(record))
             return Mirrored(self.uri, digest, utc_now(), experiment_id=experiment, run_id=run.info.run_id, new=False)
         if run is None:
             name = f"{record.cell_id}#{record.attempt:03d}"
@@ -196,13 +197,17 @@ class Tracker:
         )
 
     def _find(self, client: MlflowClient, experiment: str, stored: Stored, digest: str) -> Run | None:
-        """The record's run: where mirror.json says, or by what the record is known by. Deleted runs count as there: somebody took them out of sight."""
+        """The record's run: where mirror.json says, or by what the record is known by; runs of an earlier lab are known by the sha256 of the file.
+
+        Deleted runs count as there: somebody took them out of sight.
+        """
         identity = record_id(stored.record)
         hint = self._remembered(stored.file.parent)
         run = get_run(client, hint) if hint else None
         if run is not None and (run.data.tags.get("record_id") == identity or run.data.tags.get("record_sha256") == digest):
             return run
-        return next(all_runs(client, experiment, f"tags.record_id = '{identity}'"), None)
+        known_by = (f"tags.record_id = '{identity}'", f"tags.record_sha256 = '{digest}'")
+        return next((run for condition in known_by for run in all_runs(client, experiment, condition)), None)
 
     def _restate(self, turn: Turn, stands: Iterable[tuple[Record, Standing]], patience: float) -> bool:
         """Set the `standing` tag of these records' runs where it is another now; one search for each cell."""
@@ -214,7 +219,7 @@ class Tracker:
             for cell_hash, wanted in cells.items():
                 for run in all_runs(client, experiment, f"tags.cell_hash = '{cell_hash}'"):
                     if (standing := wanted.get(run.data.tags.get("record_id"))) is not None:
-                        _retag(client, run, standing_tag(standing))
+                        _update(client, run, standing_tag(standing))
 
         try:
             if cells:
@@ -244,13 +249,14 @@ class Tracker:
             say(f"{folder.name}: {MIRROR} not written ({error.strerror})")
 
 
-def _retag(client: MlflowClient, run: Run, wanted: dict[str, str]) -> None:
-    """Set the tags that differ. A deleted run is left as it is."""
-    from mlflow.entities import RunTag
+def _update(client: MlflowClient, run: Run, tags: Mapping[str, str], params: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Set the tags that differ and the params that are missing; MLflow never changes a param. A deleted run is left as it is."""
+    from mlflow.entities import Param, RunTag
 
-    changed = [RunTag(name, value) for name, value in wanted.items() if run.data.tags.get(name) != value]
-    if changed and run.info.lifecycle_stage != "deleted":
-        client.log_batch(run.info.run_id, tags=changed)
+    changed = [RunTag(name, value) for name, value in tags.items() if run.data.tags.get(name) != value]
+    missing = [Param(name, value) for name, value in params.items() if name not in run.data.params]
+    if (changed or missing) and run.info.lifecycle_stage != "deleted":
+        client.log_batch(run.info.run_id, tags=changed, params=missing)
 
 
 def _is_complete(run: Run) -> bool:

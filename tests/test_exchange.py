@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from lab.exchange import HANDFUL, export_command, import_command, take_in
 from lab.parcels import Parcel, merge, read_parcels, to_text
 from lab.project import Project
 from lab.record import Record, Status
-from lab.standing import record_id
-from lab.store import Store, load_marks
+from lab.standing import record_id, standings
+from lab.store import MARKS, Store, load_marks, marks_of
 from lab.tracking import Tracker
 from tests.matrix_helpers import cell, complete, compose, invalidated, keep, project_at, record
 
@@ -140,6 +141,10 @@ def rewritten(line: int, **fields: object) -> Damage:
         (rewritten(2, cell_id="../../outside"), ":2: record.cell_id: '../../outside' cannot be a folder's name"),
         (rewritten(2, cell_id=".hidden"), ":2: record.cell_id: '.hidden' cannot be a folder's name"),
         (rewritten(4, started_at="yesterday"), ":4: record.started_at: 'yesterday' is no time in ISO 8601"),
+        (rewritten(2, cell_hash=cell("reference").hash), ":2: record.cell_hash: "),
+        (rewritten(3, cell_id=COARSE.id), ":3: record.cell_id: "),
+        (rewritten(3, cell={}), ":3: record.cell.model: Field required"),
+        (rewritten(2, provenance={"experiments": None}), ":2: record.provenance.experiments: Input should be a valid dictionary"),
     ],
 )
 def test_a_file_with_a_fault_is_one_line_and_nothing_is_taken_from_it(east: Project, west: Project, damage: Damage, message: str) -> None:
@@ -187,8 +192,83 @@ def test_an_export_of_nothing_is_refused_and_an_earlier_export_is_replaced(east:
 
 def test_an_unreadable_record_is_left_out_and_told(east: Project, capsys: pytest.CaptureFixture[str]) -> None:
     (east.runs / FINE.id / "001" / "record.json").write_text("{")
-    assert len(read_parcels(exported(east))) == 2
-    assert f"left out: runs/{FINE.id}/001/record.json is unreadable" in capsys.readouterr().err
+    assert export_command(east, [str(east.root / "out.jsonl")]) == 3
+    assert len(read_parcels(east.root / "out.jsonl")) == 2
+    shown = capsys.readouterr()
+    assert f"left out: runs/{FINE.id}/001/record.json is unreadable" in shown.err
+    assert "2 records, 0 marks; 1 that cannot be read are NOT in it" in shown.out
+
+
+def test_only_what_belongs_in_the_file_can_be_missing_from_it(east: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab.compose, "compose_cells", lambda words, project: [compose(words)])
+    foreign = cell("foreign")
+    keep(east, complete(foreign, 0.1))
+    (east.runs / foreign.id / "001" / "record.json").write_text("{")
+    assert export_command(east, [str(east.root / "out.jsonl"), "experiment=small"]) == 0
+    (east.runs / FINE.id / "001" / "record.json").write_text("{")
+    assert export_command(east, [str(east.root / "out.jsonl"), "experiment=small"]) == 3
+
+
+def test_an_import_says_what_it_cannot_read_and_ends_no_run_because_of_it(
+    east: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(self: Tracker) -> int:
+        raise AssertionError("the record that explains a run may be the one that cannot be read")
+
+    monkeypatch.setattr(Tracker, "end_left_running", ended)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    (east.runs / FINE.id / "001" / "record.json").write_text("{")
+    assert import_command(east, []) == 3
+    shown = capsys.readouterr()
+    assert shown.out.endswith("the rest were there; 1 more cannot be read\n")
+    assert f"unreadable, not mirrored: runs/{FINE.id}/001/record.json" in shown.err and "runs left RUNNING are left alone" in shown.err
+
+
+@pytest.mark.parametrize("content", ["", "{}", '[{"what": "invalidated"'])
+def test_an_invalidated_number_does_not_come_back_because_its_marks_are_spoilt(east: Project, content: str) -> None:
+    file = exported(east)
+    marks = east.runs / FINE.id / "001" / MARKS
+    Store(east.runs).mark(marks.parent, [invalidated()])
+    marks.write_text(content)
+    before = sorted(east.runs.rglob("*.json"))
+    with pytest.raises(LabError, match=f"runs/{FINE.id}/001: holds a record of the import, but its marks cannot be read .*; repair it, or delete") as caught:
+        import_command(east, [str(file)])
+    assert "\n" not in str(caught.value) and sorted(east.runs.rglob("*.json")) == before
+    marks.unlink()
+    assert import_command(east, [str(file)]) == 0 and len(Store(east.runs).read(FINE.id)[0]) == 2
+
+
+def test_nor_because_the_record_itself_is_spoilt(east: Project) -> None:
+    file = exported(east)
+    spoilt = east.runs / FINE.id / "001" / "record.json"
+    Store(east.runs).mark(spoilt.parent, [invalidated()])
+    marked = exported(east, "marked.jsonl")
+    spoilt.write_text("{")
+    with pytest.raises(LabError, match=f"runs/{FINE.id}/001: is marked, but which record it holds cannot be read .*; repair it, or move the folder"):
+        import_command(east, [str(file)])
+    import_command(east, [str(marked)])
+    assert [one.marks != () for one in Store(east.runs).read(FINE.id)[0]] == [False, True], "with its marks it may come back"
+
+
+def test_a_spoilt_record_that_nobody_marked_is_brought_back_by_an_import(east: Project) -> None:
+    file = exported(east)
+    (east.runs / FINE.id / "001" / "record.json").write_text("{")
+    assert import_command(east, [str(file)]) == 3
+    assert [one.record.attempt for one in Store(east.runs).read(FINE.id)[0]] == [2, 3]
+
+
+def test_a_mark_that_arrives_reaches_the_record_whichever_copy_is_shown(east: Project, tmp_path: Path) -> None:
+    store = Store(east.runs)
+    file = exported(east)
+    shutil.copytree(east.runs / FINE.id / "001", east.runs / FINE.id / "009")
+    there = project_at(tmp_path / "there")
+    import_command(there, [str(file)])
+    Store(there.runs).mark(there.runs / FINE.id / "001", [invalidated("wrong text")])
+    import_command(east, [str(exported(there))])
+    held_now = store.read(FINE.id)[0]
+    stands = {record.attempt: standing.text for record, standing in standings([one.record for one in held_now], marks_of(held_now))}
+    assert stands == {1: "INVALIDATED: wrong text", 2: "CURRENT"} and store.newest(FINE) is not None
+    assert [one.record.attempt for one in held_now] == [1, 2, 9]
 
 
 def test_a_number_that_was_taken_meanwhile_is_never_overwritten(east: Project) -> None:

@@ -13,8 +13,8 @@ import pytest
 from lab.compose import compose_cells
 from lab.errors import LabError
 from lab.experiment import load_experiment
-from lab.registered import matches
 from lab.project import Project
+from lab.registered import matches
 from tests.matrix_helpers import SMALL, small, write_experiment
 
 ROOT = Path(__file__).resolve().parents[1]

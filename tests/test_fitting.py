@@ -14,6 +14,7 @@ from lab.errors import GapError
 from lab.fitting import capacity_gate
 from lab.project import Project
 from lab.record import Status
+from lab.standing import Mark
 from lab.store import Store
 from tests.runner_helpers import ROOT, record_of
 
@@ -59,15 +60,45 @@ def test_a_real_failure_raises_the_estimate_of_what_is_as_deep_or_deeper(project
     size = need(project, cells[6])
     free(monkeypatch, 2 * size)
     _, kept = capacity_gate(project, cells[6], force=False)
-    record = record_of(cells[6], Status.OOM, evidence={"capacity": kept})
-    folder, record = Store(project.runs).place_for(record)
-    Store(project.runs).finish(folder, record)
+    Store(project.runs).add(record_of(cells[6], Status.OOM, evidence={"capacity": kept}))
     with pytest.raises(GapError, match="raised by 2.000: out of memory at 6 layers"):
         capacity_gate(project, cells[6], force=False)
     with pytest.raises(GapError, match="raised by 2.000"):
         capacity_gate(project, cells[12], force=False)
     result, kept = capacity_gate(project, cells[3], force=False)
     assert result.outcome == "passed" and not kept["raised"], "a shallower cell is not touched"
+
+
+def test_an_invalidated_failure_teaches_nothing(project: Project, cells: dict[int, Cell], monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 2 * need(project, cells[6]))
+    _, kept = capacity_gate(project, cells[6], force=False)
+    store = Store(project.runs)
+    failed = store.add(record_of(cells[6], Status.OOM, evidence={"capacity": kept}))
+    with pytest.raises(GapError, match="raised by"):
+        capacity_gate(project, cells[6], force=False)
+    with store.changing():
+        store.mark(failed.file.parent, [Mark(what="invalidated", reason="a neighbour held it", at="2026-11-30T10:00:00+00:00", by="me")])
+    result, kept = capacity_gate(project, cells[6], force=False)
+    assert result.outcome == "passed" and kept["raised"] == "" and kept["estimate_bytes"] == kept["ledger_bytes"]
+
+
+def test_main_memory_that_ran_out_does_not_raise_the_devices_estimate(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cell,) = compose_cells(["path=expert_q2", "layers=3", "device=cuda"], project)
+    monkeypatch.setattr(fitting, "machine_memory", lambda project, cell: (64 << 30, 2 << 30))
+    _, kept = capacity_gate(project, cell, force=False)
+    Store(project.runs).add(record_of(cell, Status.OOM, evidence={"capacity": kept | {"ran_out": "host"}}))
+    with pytest.raises(GapError, match="device has .* to spare.*; host is short by .*raised by .*: out of host memory at 3 layers"):
+        capacity_gate(project, cell, force=False)
+    _, raised = capacity_gate(project, cell, force=True)
+    assert raised["estimate_bytes"] == kept["estimate_bytes"] and raised["host_estimate_bytes"] > 2 << 30 > kept["host_estimate_bytes"]
+
+
+def test_a_memory_that_is_not_known_is_not_called_passed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cell,) = compose_cells(["path=expert_q2", "layers=3", "device=cuda"], project)
+    monkeypatch.setattr(fitting, "machine_memory", lambda project, cell: (None, 64 << 30))
+    result, kept = capacity_gate(project, cell, force=False)
+    assert result.outcome == "not_checked" and "not known whether it fits: device needs" in result.detail
+    assert kept["ledger_bytes"] > 0 and kept["device_free_bytes"] is None
 
 
 def test_a_cell_without_known_sizes_is_not_called_passed(project: Project, cells: dict[int, Cell]) -> None:

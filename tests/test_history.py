@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from lab import history
 from lab.cell import Cell
 from lab.errors import LabError
 from lab.history import find_attempt, invalidate_command
+from lab.matrix import build_matrix
 from lab.project import Project
 from lab.record import Status
-from lab.store import MARKS, RECORD, Store, load_attempt, load_marks
+from lab.standing import Kind
+from lab.store import MARKS, RECORD, Store, load_attempt, load_marks, marks_of
 from lab.tracking import Tracker
-from tests.matrix_helpers import cell, complete, invalidated, keep, project_at, record
+from tests.matrix_helpers import cell, complete, compose, invalidated, keep, project_at, record, small
 
 OF = cell("fine")
 
@@ -64,13 +67,13 @@ def test_what_is_no_attempt_is_one_line(project: Project, word: str, message: st
     assert "\n" not in str(caught.value)
 
 
-def test_a_cell_without_an_ok_attempt_or_with_two_meanings_must_be_named_more_exactly(project: Project) -> None:
+def test_a_cell_without_an_ok_attempt_or_with_two_meanings_must_be_named_more_exactly(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (1, 3):
         Store(project.runs).mark(folder(project, number), [invalidated()])
     with pytest.raises(LabError, match="no OK attempt that was not invalidated; attempt 4 is TIMEOUT"):
         find_attempt(project, OF.id)
-    twin = [complete(OF, 0.1, attempt=9), complete(OF, 0.1, attempt=8)]
-    keep(project, *[one.model_copy(update={"cell_id": "twin", "cell_hash": f"{index}" * 64}) for index, one in enumerate(twin)])
+    monkeypatch.setattr(Cell, "id", property(lambda self: "twin"))
+    keep(project, complete(OF, 0.1, attempt=9), complete(cell("coarse"), 0.1, attempt=8))
     with pytest.raises(LabError, match=r"two different cells share this id; name the attempt, e.g. twin/2"):
         find_attempt(project, "twin")
 
@@ -103,6 +106,22 @@ def test_another_reason_is_another_mark_and_the_same_one_is_refused(project: Pro
     with pytest.raises(LabError, match="is invalidated already, for that very reason"):
         invalidate_command(project, [f"{OF.id}/003", "--reason", "busy"])
     assert [mark.reason for mark in load_marks(folder(project, 3))] == ["busy", "wrong text"]
+
+
+def test_invalidating_a_copy_invalidates_what_it_is_a_copy_of(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(folder(project, 3), folder(project, 7))
+    assert invalidate_command(project, [f"{OF.id}/7", "--reason", "busy"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "current now: attempt 1, OK"
+    found = Store(project.runs).read(OF.id)[0]
+    matrix = build_matrix(small(project.root), [one.record for one in found], compose, marks=marks_of(found))
+    row = next(row for row in matrix.rows if row.cell == OF)
+    assert row.current is not None and row.current.attempt == 1
+    assert [(record.attempt, standing.text) for record, standing in row.standings if standing.kind is Kind.INVALIDATED] == [(3, "INVALIDATED: busy")]
+    assert (matrix.totals.attempts, matrix.totals.copies, matrix.totals.invalidated) == (5, 1, 1)
+    for number in (2, 4):
+        Store(project.runs).mark(folder(project, number), [invalidated()])
+    newest = Store(project.runs).newest(OF)
+    assert newest is not None and newest.record.attempt == 1, "neither of the two is what a sweep skips by"
 
 
 @pytest.mark.parametrize(

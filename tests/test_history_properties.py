@@ -1,4 +1,4 @@
-"""Random histories over two machines: attempts of every outcome, retries, invalidations, exchanges in any order and doubled, a protocol that moves on.
+"""Random histories over two machines: attempts of every outcome, retries, copies, invalidations, exchanges in any order and doubled, new protocols.
 
 Whatever happened, in whatever order it arrived: the matrix is the same, no headline comes from an attempt that does not count, the books close, and no
 record file was ever changed or removed.
@@ -24,6 +24,7 @@ from lab.matrix import Matrix, build_matrix
 from lab.metrics import METRICS
 from lab.parcels import Parcel, merge, read_parcels, to_text
 from lab.record import Gap, Record, Status
+from lab.soundness import refusals
 from lab.standing import Kind, Mark, record_id
 from lab.store import RECORD, Store, marks_of
 from tests.matrix_helpers import SMALL, cell, compose, measured, record, small
@@ -63,6 +64,15 @@ class Invalidate:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """Somebody copies an attempt's folder on that machine, with what was said about it or without."""
+
+    machine: int
+    which: int
+    with_marks: bool
+
+
+@dataclass(frozen=True)
 class Carry:
     """One machine exports everything, the other imports it, perhaps twice."""
 
@@ -83,6 +93,7 @@ STEPS = st.one_of(
     ATTEMPTS,
     ATTEMPTS,
     st.builds(Invalidate, machine=st.integers(0, 1), which=st.integers(0, 99), reason=st.sampled_from(["busy", "wrong text"])),
+    st.builds(Copy, machine=st.integers(0, 1), which=st.integers(0, 99), with_marks=st.booleans()),
     st.builds(Carry, machine=st.integers(0, 1), times=st.integers(1, 2)),
 )
 
@@ -97,7 +108,7 @@ class World:
     def store(self, machine: int) -> Store:
         return Store(self.root / f"machine{machine}" / "runs")
 
-    def do(self, step: Attempt | Invalidate | Carry) -> None:
+    def do(self, step: Attempt | Invalidate | Copy | Carry) -> None:
         store = self.store(step.machine)
         if isinstance(step, Attempt):
             one = step.record()
@@ -108,6 +119,10 @@ class World:
                 target = held[step.which % len(held)]
                 mark = Mark(what="invalidated", reason=step.reason, at=f"2026-08-02T00:00:{step.which % 60:02d}+00:00", by=f"user {step.machine}")
                 store.mark(target.file.parent, [mark])
+        elif isinstance(step, Copy):
+            if held := store.records():
+                target = held[step.which % len(held)]
+                store.add(target.record.model_copy(update={"attempt": store.next_number(target.record.cell_id)}), target.marks if step.with_marks else ())
         else:
             parcels = self.parcels(step.machine)
             for _ in range(step.times):
@@ -131,10 +146,10 @@ def matrix_of(experiment: Experiment, store: Store, order: random.Random | None 
 
 
 def essence(matrix: Matrix) -> list[Any]:
-    """The matrix without attempt numbers, which every machine gives out by itself."""
+    """The matrix without attempt numbers, which every machine gives out by itself, and without copies, which do not travel."""
     entries = [(e.row.cell.id, e.metric, e.measurement, e.gap.status if e.gap else None) for e in matrix.entries.values()]
     stands = [[(record_id(r), s.kind, s.reason if s.kind is Kind.INVALIDATED else "") for r, s in row.standings] for row in matrix.rows]
-    return [entries, stands, matrix.totals, [flag.sentence() for flag in matrix.flags]]
+    return [entries, stands, dataclasses.replace(matrix.totals, attempts=0, copies=0), [flag.sentence() for flag in matrix.flags]]
 
 
 def check(matrix: Matrix, held: list[Any]) -> None:
@@ -142,6 +157,7 @@ def check(matrix: Matrix, held: list[Any]) -> None:
     totals, marked = matrix.totals, {record_id(one.record) for one in held if one.marks}
     assert totals.expected == TOTAL == totals.measured + totals.gaps
     assert totals.attempts == len(held) == sum(totals.parts.values())
+    assert totals.copies == len(held) - len({record_id(one.record) for one in held})
     flagged = Counter(name for flag in matrix.flags for name in flag.names)
     for entry in matrix.entries.values():
         assert (entry.measurement is None) != (entry.gap is None)
@@ -153,7 +169,9 @@ def check(matrix: Matrix, held: list[Any]) -> None:
         assert entry.measurement == source.metrics[entry.metric]
         assert (entry.measurement.protocol, source.artifact["sha256"]) == (METRICS[entry.metric].protocol, PINNED)
         assert f"{entry.row.cell.id}/{entry.metric}" not in flagged
+        assert entry.metric not in refusals(source)
     for row in matrix.rows:
+        assert all((s.kind is Kind.INVALIDATED) == (record_id(r) in marked) for r, s in row.standings), "a mark on any copy, and none but a mark"
         counted = [standing.kind for _, standing in row.standings].count(Kind.CURRENT)
         valid = [r for r, s in row.standings if r.status is Status.OK and s.kind in (Kind.CURRENT, Kind.SUPERSEDED)]
         assert counted == (row.current is not None) and (row.current in valid if valid else True)
@@ -210,3 +228,31 @@ def test_records_that_arrive_together_are_numbered_by_time(attempts: list[Attemp
         for of in CELLS:
             starts = [one.record.started_at for one in Store(Path(folder)).read(of.id)[0]]
             assert starts == sorted(starts)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    attempts=st.lists(ATTEMPTS, min_size=1, max_size=6, unique_by=lambda one: record_id(one.record())),
+    copied=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    marked=st.sets(st.integers(0, 11), max_size=3),
+    order=st.randoms(use_true_random=False),
+)
+def test_copies_under_other_numbers_and_with_marks_of_their_own_are_one_record(
+    experiment: Experiment, attempts: list[Attempt], copied: list[int], marked: set[int], order: random.Random
+) -> None:
+    """The matrix is that of each record once, with everything that was said about any of its copies."""
+    once = [one.record().model_copy(update={"attempt": number}) for number, one in enumerate(attempts, 1)]
+    copies = [once[which % len(once)].model_copy(update={"attempt": 50 + number}) for number, which in enumerate(copied)]
+    every = [*once, *copies]
+    lowest = {record_id(one): one.attempt for one in reversed(once)}
+    marks: dict[tuple[str, int], tuple[Mark, ...]] = {}
+    moved: dict[tuple[str, int], tuple[Mark, ...]] = {}
+    for index in sorted(marked):
+        target = every[index % len(every)]
+        mark = Mark(what="invalidated", reason=f"reason {index}", at=f"2026-08-02T00:00:{index:02d}+00:00", by="somebody")
+        for found, number in ((marks, target.attempt), (moved, lowest[record_id(target)])):
+            found[target.cell_id, number] = (*found.get((target.cell_id, number), ()), mark)
+    order.shuffle(every)
+    matrix = build_matrix(experiment, every, compose, marks=marks)
+    assert essence(matrix) == essence(build_matrix(experiment, once, compose, marks=moved))
+    assert (matrix.totals.attempts, matrix.totals.copies) == (len(every), len(copies))

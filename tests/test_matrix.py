@@ -221,25 +221,54 @@ def test_more_layers_faster_than_fewer_takes_both_numbers_away(experiment: Exper
     assert matrix.totals.measured == 1 and "IMPLAUSIBLE" in {line["status"] for line in matrix.long_form()}
 
 
-def test_four_sequences_slower_than_one_take_both_numbers_away(tmp_path: Path) -> None:
+def test_a_number_that_admission_would_refuse_today_is_a_gap(experiment: Experiment) -> None:
+    """Recorded before the rule was there, or carried in from elsewhere."""
+    of = cell("fine")
+    metrics = {"ppl": measured("ppl", -3.0), "pp512_tok_s": measured("pp512_tok_s", 100.0, spread=0.0), "kld_mean": measured("kld_mean", 0.1)}
+    matrix = build_matrix(experiment, [record(of, metrics)], compose)
+    found = {name: entry(matrix, of, name) for name in metrics}
+    assert [name for name, one in found.items() if one.measurement] == ["kld_mean"] and matrix.totals.measured == 1
+    gaps = [found[name].gap for name in ("ppl", "pp512_tok_s")]
+    assert [gap.status for gap in gaps if gap] == [Status.NUMERIC_INVALID, Status.IMPLAUSIBLE]
+    assert gaps[0] is not None and gaps[0].reason == "ppl -3 is impossible: its values go from 1 to infinity (attempt 1 recorded it as a number)"
+    assert gaps[0].fill.endswith("path=fine layers=3")
+
+
+def test_a_refused_number_casts_no_doubt_on_others(experiment: Experiment) -> None:
+    records = [rates(cell("fine", 3), 100.0), rates(cell("fine", 6), 150.0, spread=0.0)]
+    matrix = build_matrix(experiment, records, compose)
+    assert matrix.flags == () and entry(matrix, cell("fine", 3), "pp512_tok_s").measurement is not None
+
+
+def test_copies_of_a_record_are_counted_and_shown_as_one(experiment: Experiment) -> None:
+    of = cell("fine")
+    one, other = complete(of, 0.1, attempt=2), complete(of, 0.2, attempt=3)
+    copies = [one.model_copy(update={"attempt": number}) for number in (7, 9)]
+    matrix = build_matrix(experiment, [copies[0], other, one, copies[1], one], compose, marks={(of.id, 9): (invalidated(),)})
+    row = matrix.rows[2]
+    assert [(record.attempt, standing.kind) for record, standing in row.standings] == [(2, "INVALIDATED"), (3, "CURRENT")]
+    assert (matrix.totals.attempts, matrix.totals.current, matrix.totals.invalidated, matrix.totals.copies) == (4, 1, 1, 2)
+
+
+def test_four_sequences_slower_than_one_are_no_number(tmp_path: Path) -> None:
     experiment = small(tmp_path, SMALL.replace("pp512_tok_s,", "tg128_tok_s, agg4_tg128_tok_s,"))
     metrics = {name: measured(name, value) for name, value in (("tg128_tok_s", 100.0), ("agg4_tg128_tok_s", 50.0), ("ppl", 20.0))}
     matrix = build_matrix(experiment, [record(cell("fine"), metrics)], compose)
-    assert [flag.rule for flag in matrix.flags] == ["aggregate_below_single"]
-    assert [name for name in experiment.metrics if entry(matrix, cell("fine"), name).measurement] == ["ppl"]
+    assert [name for name in experiment.metrics if entry(matrix, cell("fine"), name).measurement] == ["ppl", "tg128_tok_s"], "as at admission"
+    gap = entry(matrix, cell("fine"), "agg4_tg128_tok_s").gap
+    assert gap is not None and gap.status is Status.IMPLAUSIBLE and "slower than one alone" in gap.reason
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"provenance": {**PROVENANCE, "machine": {"cpu": "Other CPU"}}},
-        {"provenance": {**PROVENANCE, "code_sha256": "beef" * 16}},
         {"provenance": {**PROVENANCE, "packages": {"torch": "3.0"}}},
         {"artifact": {"sha256": "dead" * 16}},
         {"provenance": {}},
     ],
 )
-def test_rates_of_other_machines_code_or_weights_are_not_set_against_each_other(experiment: Experiment, changed: dict[str, Any]) -> None:
+def test_rates_of_other_machines_packages_or_weights_are_not_set_against_each_other(experiment: Experiment, changed: dict[str, Any]) -> None:
     matrix = build_matrix(experiment, [rates(cell("fine", 3), 100.0), rates(cell("fine", 6), 150.0, **changed)], compose)
     assert (matrix.flags, matrix.totals.measured) == ((), 2)
     unknown = [rates(cell("fine", layers), speed, provenance={}) for layers, speed in ((3, 100.0), (6, 150.0))]
@@ -247,7 +276,7 @@ def test_rates_of_other_machines_code_or_weights_are_not_set_against_each_other(
 
 
 def test_two_series_that_read_alike_are_told_apart(experiment: Experiment) -> None:
-    other = {"provenance": {**PROVENANCE, "code_sha256": "beef" * 16}}
+    other = {"provenance": {**PROVENANCE, "machine": {**PROVENANCE["machine"], "cpu": "Other CPU"}}}
     pairs = [(cell(path, layers), speed, rest) for path, rest in (("fine", {}), ("coarse", other)) for layers, speed in ((3, 100.0), (6, 150.0))]
     alike = [Rate(str(i), of.model_copy(update={"path": pairs[0][0].path}), rates(of, v, **rest), "pp", measured("pp512_tok_s", v))
              for i, (of, v, rest) in enumerate(pairs)]  # fmt: skip
@@ -282,7 +311,9 @@ def test_cells_that_share_an_id_keep_entries_of_their_own(experiment: Experiment
 
 def test_attempts_that_do_not_add_up_are_refused(experiment: Experiment) -> None:
     totals = build_matrix(experiment, [complete(cell("fine"), 0.1)], compose).totals
-    with pytest.raises(BooksError, match=r"2 attempts are not 1 current \+ 0 superseded \+ 0 invalidated \+ 0 stale \+ 0 other weights \+ 0 elsewhere"):
+    with pytest.raises(
+        BooksError, match=r"2 attempts are not 1 current \+ 0 superseded \+ 0 invalidated \+ 0 stale \+ 0 other weights \+ 0 elsewhere \+ 0 copies"
+    ):
         dataclasses.replace(totals, attempts=2).close()
 
 

@@ -49,13 +49,17 @@ def test_a_cell_that_fits_ends_with_0(project: Project) -> None:
 
 
 def test_every_path_of_flash_next_is_judged_against_three_memories_without_model_files(project: Project) -> None:
-    code, text = run(project, "-m", *FLASH, "path=glob(*)", "layers=3,6,24,48", "--memory=32,104,139")
+    code, text = run(project, "-m", *FLASH, "path=glob(*,exclude=[*_server,vllm_*])", "layers=3,6,24,48", "--memory=32,104,139")
     assert code == 3 and "no ledger: path=kestrel_vqf" in text
     rows = [line.split() for line in text.splitlines()]
     assert ["paiton_native", "48", "103.90", "5.26", "-71.9", "+0.1", "+35.1"] in rows
     assert ["tiered", "48", "13.19", "96.89", "+18.8", "?", "+90.8", "?", "+125.8", "?"] in rows
-    assert ["paiton_native", "48", "116", "298", "6,342"] in rows
-    assert ["cpu_cold", "3", "no", "figure"] in [row[:4] for row in rows]
+    most, _, evenly = text.partition("estimated, in tok/s: requests spread evenly")
+    bounds, estimates = ([line.split() for line in part.splitlines()] for part in (most, evenly))
+    assert ["paiton_native", "48", "116", "298", "6,342"] in estimates
+    (bound,) = (row for row in bounds if row[:3] == ["paiton_native", "48", "116"])
+    assert all(int(most.replace(",", "")) > least for most, least in zip(bound[3:], (298, 6342), strict=True))
+    assert ["cpu_cold", "3", "no", "figure"] in [row[:4] for row in bounds]
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -96,10 +100,16 @@ def test_nano_on_the_cpu_has_one_memory_and_no_figures(project: Project) -> None
 def test_an_earlier_out_of_memory_raises_the_estimate(project: Project) -> None:
     words = (*FLASH, "path=ple_q2", "layers=6")
     (cell,) = compose_cells(words, project)
-    failed = record_of(cell, Status.OOM, evidence={"capacity": {"ledger_bytes": 10 << 30, "device_free_bytes": 15 << 30}})
+    failed = record_of(cell, Status.OOM, evidence={"capacity": {"ledger_bytes": 10 << 30, "device_free_bytes": 15 << 30, "ran_out": "device"}})
     Store(project.runs).add(failed)
     code, text = run(project, *words)
-    assert code == 3 and "out of memory at 6 layers" in " ".join(text.split())
+    assert code == 3 and "out of device memory at 6 layers" in " ".join(text.split())
+    assert json.loads(run(project, *words, "--json")[1])["estimates"]["device"]["reason"].startswith("raised by 1.500")
+
+
+def test_an_estimate_is_printed_beside_a_bound_only_where_they_differ(project: Project) -> None:
+    assert "estimated, in tok/s: TG " in run(project, *FLASH, "path=tiered", "layers=6", "placement.slots=8")[1]
+    assert "estimated, in tok/s" not in run(project, "model=qwen3_8b", "path=kestrel_vqf", "device=rtx5090")[1]
 
 
 @pytest.mark.parametrize(

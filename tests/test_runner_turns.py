@@ -17,13 +17,14 @@ import pytest
 
 from lab import provenance
 from lab.cell import Cell
+from lab.fallback import fallback_records
 from lab.locks import try_lock
 from lab.project import Project
 from lab.provenance import code_sha256, resume_key
 from lab.record import Record, Status
 from lab.runner import CellRun, Runner, StoppedError
 from lab.signals import StopSignals
-from lab.store import Store, fallback_records
+from lab.store import Store
 from lab.sweep import run_cells
 from tests.fake_lab import WORKER, inspect
 from tests.fake_lab import runner as fake_runner

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lab.metrics import METRICS
 from lab.record import Gap, Record, Status
-from lab.standing import Kind, Mark, Standing, distinct, record_id, standings
+from lab.standing import Kind, Mark, Standing, record_id, standings, with_copies
 from tests.matrix_helpers import cell, complete, invalidated, measured, record
 
 OF = cell("fine")
@@ -56,7 +56,7 @@ def test_an_invalidated_attempt_gives_its_place_to_the_one_before() -> None:
 
 def test_every_reason_is_told() -> None:
     marks = {(OF.id, 1): (invalidated("wrong text"), invalidated("busy"), invalidated("busy", at="2026-08-03"))}
-    assert standings([good(1)], marks)[0][1] == Standing(Kind.INVALIDATED, "wrong text; busy")
+    assert standings([good(1)], marks)[0][1] == Standing(Kind.INVALIDATED, "busy; wrong text")
 
 
 def test_an_older_protocol_never_counts_and_hides_the_failures_before_it() -> None:
@@ -88,10 +88,21 @@ def test_the_order_is_that_of_time_whatever_came_first_and_copies_are_one(order:
     copies = [one.model_copy(update={"attempt": one.attempt + 20}) for one in base]
     shuffled = [one for index in order for one in (copies[index], base[index])]
     random.Random(order[0]).shuffle(shuffled)
-    found = distinct(shuffled)
-    assert found == distinct([*base, *copies])
-    assert sorted(one.attempt for one in found) == [1, 2, 3, 7, 8, 9]
-    assert found[0].attempt == 8, "an unknown time never displaces a known one"
+    found = with_copies(shuffled)
+    assert found == with_copies([*base, *copies])
+    assert sorted([one.attempt for one in same] for same in found) == [[number, number + 20] for number in (1, 2, 3, 7, 8, 9)]
+    assert found[0][0].attempt == 8, "an unknown time never displaces a known one"
+
+
+@pytest.mark.parametrize("marked", [(2,), (5,), (2, 5), (3, 5)])
+def test_a_mark_on_any_copy_is_a_mark_on_the_record(marked: tuple[int, ...]) -> None:
+    one = good(1)
+    same = [one.model_copy(update={"attempt": number}) for number in (5, 2, 3)]
+    marks = {(OF.id, number): (invalidated(f"reason {number}", at=f"2026-08-0{number}"),) for number in marked}
+    ((_, standing),) = standings(same, marks)
+    assert standing == Standing(Kind.INVALIDATED, "; ".join(f"reason {number}" for number in marked))
+    other = good(4, started_at=one.started_at, finished_at=one.finished_at, resume_key=one.resume_key, notes=["another of the same moment"])
+    assert [s.kind for _, s in standings([*same, other], marks)].count(Kind.CURRENT) == 1, "and on no other record"
 
 
 def test_a_record_is_known_by_its_content_and_not_by_its_number() -> None:

@@ -16,7 +16,7 @@ from lab.locks import GaveUpError, hold, is_locked, try_lock
 from lab.project import Project
 from lab.reconcile import reconcile
 from lab.record import Record, Status
-from lab.store import RECORD, RESERVE, RUNNING, Attempt, Store, fallback_records, load_record, write_atomic, write_fallback
+from lab.store import RECORD, RESERVE, RUNNING, Attempt, Store, load_record, write_atomic
 from tests.runner_helpers import cell_of, make_project, record_of
 
 
@@ -104,11 +104,20 @@ def test_the_newest_valid_attempt_counts(store: Store, cell: Cell) -> None:
     assert [file for file, _ in store.unreadable()] == [spoilt]
 
 
-def test_a_record_of_another_cell_is_not_taken_for_this_one(store: Store, cell: Cell) -> None:
+def test_a_record_of_another_cell_is_not_taken_for_this_one(store: Store, cell: Cell, project: Project) -> None:
     attempt = opened(store, cell)
-    store.finish(attempt.folder, record_of(cell, cell_hash="f" * 64))
+    file = store.finish(attempt.folder, record_of(cell_of(project, "layers=6")))
     attempt.close()
     assert store.newest(cell) is None
+    ((bad, why),) = store.unreadable()
+    assert bad == file and "lies in the folder of another cell" in why, "its number and marks would be those of another attempt"
+
+
+def test_cells_that_share_an_id_are_told_apart_by_hash(store: Store, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cell, "id", property(lambda self: "twin"))
+    one, other = (cell_of(project, f"layers={layers}") for layers in (3, 6))
+    store.add(record_of(one))
+    assert store.newest(one) is not None and store.newest(other) is None
 
 
 def test_a_lock_tells_who_holds_it_and_can_be_given_up(tmp_path: Path) -> None:
@@ -234,52 +243,6 @@ def test_a_folder_being_made_is_locked_before_it_takes_its_time(store: Store, ce
     monkeypatch.setattr(store_module, "reserve", reserve)
     opened(store, cell).close()
     assert seen == [[]]
-
-
-def test_a_kept_record_of_an_unknown_origin_stops_nobody(store: Store) -> None:
-    folder = store_module.fallback_folder() / "x"
-    folder.mkdir(parents=True)
-    (folder / "origin.json").write_text("[]")
-    assert list(fallback_records(store.runs)) == []
-
-
-def test_a_kept_record_goes_back_to_its_place(store: Store, cell: Cell) -> None:
-    attempt = opened(store, cell)
-    kept = write_fallback(record_of(cell, Status.INFRA, attempt=1), store.runs)
-    store.abandon(attempt.folder)
-    attempt.close()
-    assert [s.file for s in fallback_records(store.runs)] == [kept]
-    assert list(fallback_records(store.runs.parent)) == [], "another project's records are not ours"
-    assert [s.record.status for s in reconcile(store)] == [Status.INFRA]
-    assert load_record(store.runs / cell.id / "001" / RECORD).attempt == 1
-    assert list(fallback_records(store.runs)) == []
-
-
-def test_a_kept_record_never_displaces_another(store: Store, cell: Cell) -> None:
-    attempt = opened(store, cell)
-    store.finish(attempt.folder, record_of(cell))
-    attempt.close()
-    write_fallback(record_of(cell, Status.INFRA, attempt=0), store.runs)
-    reconcile(store)
-    assert [(s.record.attempt, s.record.status) for s in store.records()] == [(1, Status.OK), (2, Status.INFRA)]
-
-
-def test_kept_records_come_back_in_the_order_of_their_runs(store: Store, cell: Cell) -> None:
-    """The temporary folders have random names; attempt numbers must follow time all the same."""
-    for minute in (5, 1, 9, 3, 7):
-        record = record_of(cell, Status.INFRA, attempt=0)
-        write_fallback(record.model_copy(update={"started_at": f"2026-01-01T00:0{minute}:00+00:00"}), store.runs)
-    store.runs.mkdir(parents=True, exist_ok=True)
-    reconcile(store)
-    starts = [load_record(file).started_at for file in store.record_files()]
-    assert len(starts) == 5 and starts == sorted(starts)
-
-
-def test_a_fallback_folder_of_somebody_else_is_refused(store: Store, cell: Cell, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    store_module.fallback_folder().symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError):
-        write_fallback(record_of(cell), store.runs)
 
 
 def test_locks_end_with_their_descriptor(tmp_path: Path) -> None:

@@ -15,16 +15,17 @@ from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
 from lab.cli import import_records
+from lab.fallback import fallback_records
 from lab.history import invalidate_command
 from lab.locks import hold
 from lab.metrics import METRICS
 from lab.mlflow_store import EXPERIMENT, artifact_location, client_for, lock_file, tracking_uri
 from lab.project import Project
-from lab.record import Status
-from lab.run_fields import metric_values, tags
+from lab.record import Measurement, Status
+from lab.run_fields import params
 from lab.runner import Runner
 from lab.standing import record_id
-from lab.store import MIRROR, Store, Stored, fallback_records, load_attempt, load_record
+from lab.store import MIRROR, Store, Stored, load_attempt, load_record
 from lab.sweep import run_cells
 from lab.tracking import Tracker
 from tests.fake_lab import WORKER, evidence, inspect
@@ -235,13 +236,6 @@ def test_the_stores_address_is_absolute_and_can_be_overridden(project: Project, 
     assert artifact_location("https://tracking.example") is None
 
 
-def test_what_is_too_long_for_a_tag_is_cut_visibly(project: Project) -> None:
-    record = record_of(cell_of(project, *CELL[:2]), Status.CRASHED, reason="x" * 9000)
-    assert len(tags(record)["reason"]) <= 5000
-    assert tags(record)["reason"].endswith("[cut; whole in record.json]")
-    assert metric_values(record) == {}
-
-
 def test_a_sweep_is_mirrored_and_says_where(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cells(project, ["path=expert_q2,tiered", *CELL[1:]], True, None, runner=Runner(project, WORKER, evidence), inspect=inspect) == 3
     assert {r.info.status for r in runs(project)} == {"FINISHED", "FAILED"}
@@ -367,6 +361,54 @@ def test_a_run_of_an_earlier_version_is_recognised_and_brought_up_to_date(projec
     again = Tracker(project).mirror(one)
     assert (again.new, again.run_id) == (False, answer.run_id)
     assert standing_tags(project) == {"1": "CURRENT"}
+
+
+def test_a_run_of_an_earlier_version_is_found_without_the_hint_and_brought_up_to_date(project: Project) -> None:
+    one = stored(project, artifact={"sha256": "f00d" * 16})
+    tracker = Tracker(project)
+    answer = tracker.mirror(one)
+    client = client_for(tracking_uri(project))
+    for name in ("record_id", "standing", "weights_sha256"):
+        client.delete_tag(answer.run_id, name)
+    (one.file.parent / MIRROR).unlink()
+    again = tracker.mirror(one)
+    assert (again.new, again.run_id) == (False, answer.run_id)
+    (run,) = runs(project)
+    assert (run.data.tags["standing"], run.data.tags["weights_sha256"]) == ("CURRENT", "f00d" * 16)
+
+
+def test_params_that_an_earlier_version_did_not_write_are_added(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stored(project)
+    with monkeypatch.context() as patch:
+        patch.setattr("lab.tracking.params", lambda record: {"path": "expert_q2"})
+        Tracker(project).mirror(one)
+    Tracker(project).mirror(one)
+    (run,) = runs(project)
+    assert run.data.params == params(one.record) and run.data.params["mode"] == "auto"
+
+
+def test_a_number_that_is_refused_today_is_a_tag_and_no_number(project: Project) -> None:
+    bad = {"ppl": Measurement(value=-3.0, unit="ppl", protocol="ppl/window@1"), "kld_p99": Measurement(value=0.5, unit="nat", protocol="kld@1")}
+    one = stored(project, metrics=bad)
+    Tracker(project).mirror(one)
+    (run,) = runs(project)
+    assert run.data.metrics == {"kld_p99": 0.5}
+    assert run.data.tags["gap.ppl"] == "NUMERIC_INVALID: ppl -3 is impossible: its values go from 1 to infinity"
+
+
+def test_no_run_is_ended_while_the_record_that_may_explain_it_cannot_be_read(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = stored(project), stored(project)
+    Tracker(project).mirror(one)
+    client = client_for(tracking_uri(project))
+    left = client.create_run(client.get_experiment_by_name(EXPERIMENT).experiment_id, tags={"record_id": record_id(other.record), "mirror": "incomplete"})
+    whole = other.file.read_bytes()
+    other.file.write_bytes(whole[:100])
+    assert import_records(project, []) == 3
+    assert client.get_run(left.info.run_id).info.status == "RUNNING"
+    assert "1 more cannot be read" in capsys.readouterr().out
+    other.file.write_bytes(whole)
+    assert import_records(project, []) == 0
+    assert client.get_run(left.info.run_id).info.status == "FINISHED"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"uri": 1}', '{"uri": "%s", "run_id": "%s"}'])

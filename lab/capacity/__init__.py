@@ -10,7 +10,7 @@ from lab.capacity.accounts import Derivation, DerivedTerm, derive
 from lab.capacity.fit import Suggestion, largest_tiers, what_would_fit
 from lab.capacity.ledger import ACCOUNT_PARTS, Ledger, Line, NoLedger, Reads, Residency
 from lab.capacity.memory import is_here, machine_memory
-from lab.capacity.past import Estimate, PastOom, capacity_evidence, estimate_with_memory, needed_bytes, past_ooms
+from lab.capacity.past import Estimate, Estimates, PastOom, capacity_evidence, estimate_with_memory, needed_bytes, past_ooms, place_out_of_memory
 from lab.capacity.service import ledgers
 from lab.capacity.verdict import Verdict, judge
 
@@ -19,6 +19,7 @@ __all__ = [
     "Derivation",
     "DerivedTerm",
     "Estimate",
+    "Estimates",
     "Ledger",
     "Line",
     "NoLedger",
@@ -37,5 +38,6 @@ __all__ = [
     "machine_memory",
     "needed_bytes",
     "past_ooms",
+    "place_out_of_memory",
     "what_would_fit",
 ]

@@ -15,17 +15,23 @@ from lab.capacity.build import build
 from lab.cell import Cell
 from lab.errors import LabError
 
+_UNCOUNTABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a config.json that nobody foresaw can end in, torch's refusal of a shape (RuntimeError) included."""
+
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """{ledger} or {reason} for one cell; `sizes` is the file with the model's sizes, `name` what to call it."""
     name = question["name"]
     try:
         data = json.loads(Path(question["sizes"]).read_text(encoding="utf-8"))
-        return {"ledger": build(Cell.model_validate(question["cell"]), data, name).model_dump(mode="json")}
     except (OSError, ValueError) as error:
         return {"reason": f"{name}: not readable as JSON ({error})"}
+    try:
+        return {"ledger": build(Cell.model_validate(question["cell"]), data, name).model_dump(mode="json")}
     except LabError as error:
         return {"reason": str(error)}
+    except _UNCOUNTABLE as error:
+        return {"reason": f"{name}: sizes that cannot be counted ({type(error).__name__}: {' '.join(str(error).split())[:200]})"}
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ itself (`basis`, `notes`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lab.capacity.qwen4_exp import qwen4_exp_sizes
 from lab.capacity.sizes import TRANSFORMERS, ModelSizes, transformer_sizes
 from lab.capacity.storage import Stored, is_vqf, stored
 from lab.capacity.tiers import MB, Strips, Tier, expert_residency, has_strip, strips_of, tier_of
-from lab.capacity.traffic import Traffic, bound_tok_s, forward
+from lab.capacity.traffic import Pass, Traffic, forward, rate_tok_s
 from lab.capacity.workspace import workspace
 from lab.cell import Cell
 from lab.errors import LabError
@@ -41,10 +42,15 @@ def build(cell: Cell, data: dict[str, Any], where: str) -> Ledger:
         residency = (expert_residency(cell, tier, sizes, experts.layers * experts.count * experts.bytes_each),)
     context = PREFILL + DECODE // 2
 
-    def step(lanes: int) -> Traffic:
-        return forward(tensors, sizes, tier, strips, one_memory, lanes, lanes, sizes.state_bytes(lanes, context))
+    decode, lanes, prefill = Pass(1, 1, sizes.state_bytes(1, context)), Pass(LANES, LANES, sizes.state_bytes(LANES, context)), Pass(PREFILL, 1, 0)
 
-    one, four, prefill = step(1), step(LANES), forward(tensors, sizes, tier, strips, one_memory, PREFILL, 1, 0)
+    def traffic(work: Pass) -> Traffic:
+        return forward(tensors, sizes, tier, strips, one_memory, work)
+
+    def rate(work: Pass, least: bool) -> float | None:
+        return rate_tok_s(traffic(replace(work, least=least)), cell.device, work.tokens, with_flops=work is prefill)
+
+    one = traffic(decode)
     return Ledger(
         model=cell.model.name,
         path=cell.path.name,
@@ -57,14 +63,17 @@ def build(cell: Cell, data: dict[str, Any], where: str) -> Ledger:
         workspace=workspace(cell, sizes, tensors, dtype.itemsize),
         experts=experts,
         residency=residency,
-        device_limit_bytes=_budget(cell.placement.device_budget_mb, strips),
-        host_limit_bytes=_budget(cell.placement.host_budget_mb, strips),
+        device_limit_bytes=_budget(cell, cell.placement.device_budget_mb),
+        host_limit_bytes=_budget(cell, cell.placement.host_budget_mb),
         decode_bytes_per_token=one.reads(),
         flops_per_token=one.flops,
-        tg_bound_tok_s=bound_tok_s(one, cell.device, 1, with_flops=False),
-        agg4_bound_tok_s=bound_tok_s(four, cell.device, LANES, with_flops=False),
-        pp_bound_tok_s=bound_tok_s(prefill, cell.device, PREFILL, with_flops=True),
-        basis=_basis(cell, tier, context),
+        tg_bound_tok_s=rate(decode, least=True),
+        agg4_bound_tok_s=rate(lanes, least=True),
+        pp_bound_tok_s=rate(prefill, least=True),
+        tg_estimate_tok_s=rate(decode, least=False),
+        agg4_estimate_tok_s=rate(lanes, least=False),
+        pp_estimate_tok_s=rate(prefill, least=False),
+        basis=_basis(cell, experts, tier, context),
         notes=tuple(_notes(cell, tensors, tier, strips)),
     )
 
@@ -123,12 +132,12 @@ def _experts(tensors: Sequence[Stored], sizes: ModelSizes) -> Experts | None:
     return Experts(layers=layers, count=count, per_token=sizes.experts_per_token, bytes_each=sum(t.nbytes() for t in stacks) // (count * layers))
 
 
-def _budget(megabytes: int | None, strips: Strips | None) -> int | None:
-    """A budget limits what may lie at a place; with a strip cache it limits that cache alone, which is counted already."""
-    return None if megabytes is None or strips is not None else megabytes * MB
+def _budget(cell: Cell, megabytes: int | None) -> int | None:
+    """A budget limits what may lie at a place; that of a VQF cell limits its strip cache alone, which is counted already."""
+    return None if megabytes is None or is_vqf(cell) else megabytes * MB
 
 
-def _basis(cell: Cell, tier: Tier | None, context: int) -> str:
+def _basis(cell: Cell, experts: Experts | None, tier: Tier | None, context: int) -> str:
     d = cell.device
     known = [
         f"{rate / scale:.4g} {unit}"
@@ -136,8 +145,9 @@ def _basis(cell: Cell, tier: Tier | None, context: int) -> str:
         if rate is not None
     ]
     figures = ", ".join(known) or "no figures of this device"
-    routing = "; experts requested uniformly, hits in proportion to the slots: an estimate, since a cache on real text hits more often" if tier else ""
-    return f"bytes read over bandwidth at {context} tokens of context, prefill of {PREFILL} tokens also operations over rate; {figures}{routing}"
+    least = "; at the least: all tokens use the same experts" if experts else ""
+    cached = ", and every slot holds one of them" if tier and tier.slots else ""
+    return f"bytes read over bandwidth at {context} tokens of context, prefill of {PREFILL} tokens also operations over rate; {figures}{least}{cached}"
 
 
 def _notes(cell: Cell, tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) -> Iterator[str]:
@@ -155,7 +165,7 @@ def _notes(cell: Cell, tensors: Sequence[Stored], tier: Tier | None, strips: Str
     if "tiered" in placements:
         yield "streamed experts pass through a staging area of one layer; host memory holds every layer that is not whole on the device"
     if "cpu_cold" in placements:
-        yield "no bounds: the CPU reads the cold experts itself, and no device file has a figure for that"
+        yield "the CPU reads the cold experts itself, and no device file has a figure for that: no estimates, and bounds only where slots can hold all in use"
     if strips is not None:
         yield "the strip cache is that of the CPU engine; the CUDA port is not public, so that its residency is inferred"
         yield "strips that do not stay on the device are moved there again in every pass"

@@ -15,6 +15,7 @@ from lab.capacity.service import ledgers
 from lab.capacity.verdict import Verdict, judge
 from lab.cell import Cell
 from lab.compose import compose_cells
+from lab.errors import LabError
 from lab.overrides import choices
 from lab.project import Project
 
@@ -47,7 +48,7 @@ class Room:
     past: tuple[PastOom, ...] = ()
 
     def judge(self, ledger: Ledger) -> Verdict:
-        """The verdict on a ledger, its estimate raised by the failures."""
+        """The verdict on a ledger, its estimates raised by the failures."""
         return judge(ledger, self.device_bytes, self.host_bytes, estimate_with_memory(ledger, self.past))
 
 
@@ -98,7 +99,11 @@ def _other_paths(project: Project, cell: Cell) -> Iterator[_Change]:
     for name in choices(project.conf, "path"):
         if name != cell.path.name:
             words = [f"model={cell.model.name}", f"path={name}", f"layers={cell.layers}", f"device={cell.device.name}"]
-            yield _Change(f"path {name}", (f"path={name}",), cell.model_copy(update={"path": compose_cells(words, project)[0].path}))
+            try:
+                path = compose_cells(words, project)[0].path
+            except LabError:
+                continue  # a path that does not go with this model or depth is no way out
+            yield _Change(f"path {name}", (f"path={name}",), cell.model_copy(update={"path": path}))
 
 
 def _tiered(cell: Cell) -> Iterator[_Change]:
@@ -116,7 +121,7 @@ def _around_the_largest(probe: _Change, found: Ledger | NoLedger, room: Room) ->
     """For slots and for whole layers: the largest number by arithmetic, and one more to show that it is the largest."""
     if isinstance(found, NoLedger) or found.experts is None or (spare := room.judge(found).device_spare_bytes) is None:
         return
-    experts, raised = found.experts, estimate_with_memory(found, room.past)
+    experts, raised = found.experts, estimate_with_memory(found, room.past).device
     for key, unit, most in (
         ("slots", experts.layers * experts.bytes_each, experts.count),
         ("resident_layers", experts.count * experts.bytes_each, experts.layers),

@@ -51,7 +51,8 @@ class Experts(_Frozen):
 
 
 class Reads(_Frozen):
-    """Bytes moved for one decoded token of one sequence: read on the device, fetched over the bus, read in host memory by the CPU."""
+    """Bytes moved for one decoded token of one sequence: read on the device, fetched over the bus, read in host memory by the CPU. With experts kept in part
+    an estimate: requests hit in proportion to the slots."""
 
     device_bytes: float
     bus_bytes: float
@@ -70,7 +71,8 @@ class Residency(_Frozen):
 
 
 class Ledger(_Frozen):
-    """See the module. Bounds are tokens per second, None where the device has no figures. `one_memory`: device and host share the same memory."""
+    """See the module. `one_memory`: device and host share the same memory. Rates are tokens per second, None where the device has no figures. A bound holds
+    for any text, and what lies above it is wrong; an estimate spreads requests evenly over experts, which real text does not, and judges nothing."""
 
     model: str
     path: str
@@ -91,6 +93,9 @@ class Ledger(_Frozen):
     agg4_bound_tok_s: float | None = Field(default=None, gt=0)
     pp_bound_tok_s: float | None = Field(default=None, gt=0)
     basis: str
+    tg_estimate_tok_s: float | None = Field(default=None, gt=0)
+    agg4_estimate_tok_s: float | None = Field(default=None, gt=0)
+    pp_estimate_tok_s: float | None = Field(default=None, gt=0)
     notes: tuple[str, ...] = ()
 
     def weight_bytes(self, where: Place) -> int:
@@ -106,6 +111,16 @@ class Ledger(_Frozen):
     def host_bytes(self) -> int:
         """Everything in host memory: weights and workspace."""
         return self.weight_bytes("host") + self.workspace.host_bytes
+
+    @property
+    def bounds_tok_s(self) -> tuple[float | None, float | None, float | None]:
+        """Of decoding alone, of four sequences together and of prefill."""
+        return self.tg_bound_tok_s, self.agg4_bound_tok_s, self.pp_bound_tok_s
+
+    @property
+    def estimates_tok_s(self) -> tuple[float | None, float | None, float | None]:
+        """The same three, estimated."""
+        return self.tg_estimate_tok_s, self.agg4_estimate_tok_s, self.pp_estimate_tok_s
 
     def weights(self) -> dict[str, int]:
         """Weights by component, each once."""

@@ -13,7 +13,7 @@ from typing import Any
 from lab.capacity.fit import Suggestion, largest_tiers, what_would_fit
 from lab.capacity.ledger import Ledger, NoLedger
 from lab.capacity.memory import is_here, machine_memory
-from lab.capacity.past import Estimate, PastOom, estimate_with_memory, past_ooms
+from lab.capacity.past import Estimates, PastOom, estimate_with_memory, past_ooms
 from lab.capacity.service import ledgers
 from lab.capacity.verdict import GIB, Verdict, judge
 from lab.cell import Cell
@@ -34,11 +34,11 @@ class Judged:
 
 @dataclass(frozen=True)
 class Planned:
-    """One cell with its ledger, its estimate after earlier failures, and its verdicts."""
+    """One cell with its ledger, its estimates after earlier failures, and its verdicts."""
 
     cell: Cell
     ledger: Ledger | NoLedger
-    estimate: Estimate | None
+    estimates: Estimates | None
     judged: tuple[Judged, ...]
 
     @property
@@ -51,9 +51,9 @@ class Planned:
         if isinstance(self.ledger, NoLedger):
             return {"cell_id": self.cell.id, "reason": self.ledger.reason}
         totals = {"device_bytes": self.ledger.device_bytes, "host_bytes": self.ledger.host_bytes}
-        estimate = asdict(self.estimate) if self.estimate else None
+        estimates = asdict(self.estimates) if self.estimates else None
         judged = [asdict(j) for j in self.judged]
-        return {"cell_id": self.cell.id, "ledger": {**self.ledger.model_dump(mode="json"), **totals}, "estimate": estimate, "judged": judged}
+        return {"cell_id": self.cell.id, "ledger": {**self.ledger.model_dump(mode="json"), **totals}, "estimates": estimates, "judged": judged}
 
 
 def plan_cells(project: Project, cells: Sequence[Cell], memories_gib: Sequence[float] = (), suggest: bool = False) -> list[Planned]:
@@ -62,19 +62,19 @@ def plan_cells(project: Project, cells: Sequence[Cell], memories_gib: Sequence[f
     Raises LabError.
     """
     found = ledgers(project, cells)
-    past = past_ooms(stored.record for stored in Store(project.runs).records())
+    past = past_ooms(Store(project.runs).records())
     planned = []
     for cell in cells:
         ledger = found[cell.hash]
         if isinstance(ledger, NoLedger):
             planned.append(Planned(cell, ledger, None, ()))
             continue
-        estimate = estimate_with_memory(ledger, past)
+        estimates = estimate_with_memory(ledger, past)
         judged = tuple(
-            Judged(name, device, host, judge(ledger, device, host, estimate), tuple(_ways(project, cell, ledger, device, host, past) if suggest else ()))
+            Judged(name, device, host, judge(ledger, device, host, estimates), tuple(_ways(project, cell, ledger, device, host, past) if suggest else ()))
             for name, device, host in _memories(project, cell, memories_gib)
         )
-        planned.append(Planned(cell, ledger, estimate, judged))
+        planned.append(Planned(cell, ledger, estimates, judged))
     return planned
 
 

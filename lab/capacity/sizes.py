@@ -72,6 +72,7 @@ def transformer_sizes(fields: Fields, arch: str, layers: int, scalar_bytes: int)
     if not 1 <= layers <= total:
         raise fields.refuse(f"the model has {total} layers, not {layers}")
     dense = fields.data.get("mlp_only_layers") or []
+    chosen = whole("num_experts_per_tok", most=count) if count else 0
     if not isinstance(dense, list):
         raise fields.refuse(f"mlp_only_layers {dense!r}: expected a list of layer numbers")
     queries, keys = heads * head_dim, kv_heads * head_dim
@@ -99,5 +100,5 @@ def transformer_sizes(fields: Fields, arch: str, layers: int, scalar_bytes: int)
         vocab_size=vocab,
         widest=max(hidden, queries, intermediate),
         state_bytes=lambda batch, tokens: 2 * layers * batch * tokens * keys * scalar_bytes,
-        experts_per_token=whole("num_experts_per_tok") if count else 0,
+        experts_per_token=chosen,
     )

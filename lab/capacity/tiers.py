@@ -30,9 +30,13 @@ class Tier:
     count: int
     partial: bool
 
-    def share(self, layer: int | None) -> float:
-        """Share of a layer's experts on the device; under uniform routing also the share of requests that hit."""
-        return 1.0 if layer in self.whole else self.slots / self.count
+    def missed(self, layer: int | None, used: float) -> float:
+        """Of `used` different experts of a layer, those not on the device when requests hit in proportion to the slots."""
+        return 0.0 if layer in self.whole else used * (1 - self.slots / self.count)
+
+    def least_missed(self, layer: int | None, used: float) -> float:
+        """The same when every slot holds one of them: however good the cache, more cannot hit."""
+        return 0.0 if layer in self.whole else max(0.0, used - self.slots)
 
 
 def tier_of(cell: Cell, sizes: ModelSizes) -> Tier | None:

@@ -1,9 +1,9 @@
-"""What one forward pass reads and computes, and the rates it cannot exceed.
+"""What one forward pass reads and computes: at the least, from which bounds follow, and when requests are spread evenly, from which estimates follow.
 
-Source of the formulas: the roofline for decoding and prefill of mixture-of-experts models, t >= max(bytes / bandwidth, operations / rate), with B tokens
-expected to use u(B) = E (1 - (1 - k/E)^B) of E experts under uniform routing. Bus and device work are taken as wholly overlapped. Launches, attention and
-the recurrent state's arithmetic are left out, so the bounds are generous. Under tiering they assume hits in proportion to the slots: a cache on real text
-may hit more often, so there they are estimates.
+Source of the formulas: the roofline for decoding and prefill of mixture-of-experts models, t >= max(bytes / bandwidth, operations / rate). Spread evenly, B
+tokens use u(B) = E (1 - (1 - k/E)^B) of E experts, and hit a cache in proportion to its slots. Real text repeats itself: its tokens share experts and hit
+more often, so no number may be judged by that. At the least, all tokens ask for the same k experts and rows, and every expert that has a slot is in it. Bus
+and device work are taken as wholly overlapped; launches, attention and the recurrent state's arithmetic are left out, which only makes bounds more generous.
 """
 
 from __future__ import annotations
@@ -32,27 +32,41 @@ class Traffic:
         return Reads(device_bytes=self.device, bus_bytes=self.bus, host_bytes=self.host)
 
 
-def forward(
-    tensors: Sequence[Stored], sizes: ModelSizes, tier: Tier | None, strips: Strips | None, one_memory: bool, tokens: int, head_rows: int, state_bytes: int
-) -> Traffic:
-    """One pass over `tokens` tokens, of which `head_rows` reach the head; `state_bytes` are read beside the weights."""
-    total = Traffic(device=float(state_bytes))
+@dataclass(frozen=True)
+class Pass:
+    """One pass over `tokens` tokens, of which `head_rows` reach the head; `state_bytes` are read beside the weights. `least`: counted at the least."""
+
+    tokens: int
+    head_rows: int
+    state_bytes: int
+    least: bool = False
+
+    @property
+    def different(self) -> int:
+        """Tokens that ask for experts and rows of their own."""
+        return 1 if self.least else self.tokens
+
+
+def forward(tensors: Sequence[Stored], sizes: ModelSizes, tier: Tier | None, strips: Strips | None, one_memory: bool, work: Pass) -> Traffic:
+    """What the pass `work` moves and computes."""
+    total = Traffic(device=float(work.state_bytes))
     for one in tensors:
         if strips is not None and has_strip(one.weight):
-            _read_strip(total, one, sizes, strips, tokens)
+            _read_strip(total, one, sizes, strips, work)
         else:
-            _read(total, one, sizes, tier, tokens)
-        total.flops += 2 * _products(one, sizes, tokens, head_rows)
+            _read(total, one, sizes, tier, work)
+        total.flops += 2 * _products(one, sizes, work)
     if one_memory:
         total = Traffic(device=total.device + total.bus + total.host, flops=total.flops)
     return total
 
 
-def _read(total: Traffic, one: Stored, sizes: ModelSizes, tier: Tier | None, tokens: int) -> None:
+def _read(total: Traffic, one: Stored, sizes: ModelSizes, tier: Tier | None, work: Pass) -> None:
     weight = one.weight
     if weight.kind == "experts":
-        used = one.expert_bytes(expected_experts(weight.shape[0], sizes.experts_per_token, tokens))
-        missed = 0.0 if tier is None else used * (1 - tier.share(weight.layer))
+        number = expected_experts(weight.shape[0], sizes.experts_per_token, work.different)
+        used = one.expert_bytes(number)
+        missed = 0.0 if tier is None else one.expert_bytes(tier.least_missed(weight.layer, number) if work.least else tier.missed(weight.layer, number))
         if one.placement == "cpu_cold":
             total.device += used - missed
             total.host += missed
@@ -60,17 +74,17 @@ def _read(total: Traffic, one: Stored, sizes: ModelSizes, tier: Tier | None, tok
             _add(total, one.placement, used)
             total.bus += missed
     elif weight.kind == "table" and one.placement == "host":
-        total.bus += one.row_bytes(tokens * sizes.table_rows)
+        total.bus += one.row_bytes(work.different * sizes.table_rows)
     elif weight.kind in ("table", "embedding"):
-        total.device += one.row_bytes(tokens * (sizes.table_rows if weight.kind == "table" else 1))
+        total.device += one.row_bytes(work.different * (sizes.table_rows if weight.kind == "table" else 1))
     else:
         _add(total, one.placement, one.nbytes())
 
 
-def _read_strip(total: Traffic, one: Stored, sizes: ModelSizes, strips: Strips, tokens: int) -> None:
+def _read_strip(total: Traffic, one: Stored, sizes: ModelSizes, strips: Strips, work: Pass) -> None:
     """The entry is read where it lies, of stacked experts those in use; a missing one is moved whole before."""
     weight = one.weight
-    used = expected_experts(weight.shape[0], sizes.experts_per_token, tokens) / weight.shape[0] if weight.kind == "experts" else 1.0
+    used = expected_experts(weight.shape[0], sizes.experts_per_token, work.different) / weight.shape[0] if weight.kind == "experts" else 1.0
     total.device += used * strip_bytes(weight)
     if (weight.layer, weight.name) in strips.missing:
         total.bus += strip_bytes(weight)
@@ -84,14 +98,14 @@ def _add(total: Traffic, placement: str, size: float) -> None:
         total.device += size
 
 
-def _products(one: Stored, sizes: ModelSizes, tokens: int, head_rows: int) -> float:
-    """Weights multiplied, over all tokens."""
+def _products(one: Stored, sizes: ModelSizes, work: Pass) -> float:
+    """Weights multiplied, over all tokens, however alike they are."""
     weight = one.weight
     if weight.kind == "experts":
-        return tokens * weight.count * sizes.experts_per_token / weight.shape[0]
+        return work.tokens * weight.count * sizes.experts_per_token / weight.shape[0]
     if weight.kind != "matrix":
         return 0.0
-    return weight.count * (head_rows if weight.component == "head" else tokens)
+    return weight.count * (work.head_rows if weight.component == "head" else work.tokens)
 
 
 def expected_experts(count: int, per_token: int, tokens: int) -> float:
@@ -99,8 +113,8 @@ def expected_experts(count: int, per_token: int, tokens: int) -> float:
     return float(per_token) if tokens == 1 else count * (1 - (1 - per_token / count) ** tokens)
 
 
-def bound_tok_s(work: Traffic, device: DeviceSpec, tokens: int, with_flops: bool) -> float | None:
-    """The most tokens per second, or None where a figure that the work needs is missing; the CPU's own reads have none for any device."""
+def rate_tok_s(work: Traffic, device: DeviceSpec, tokens: int, with_flops: bool) -> float | None:
+    """The most tokens per second with this work, or None where a figure that it needs is missing; the CPU's own reads have none for any device."""
     needed = [(work.device, device.read_bytes_s), (work.bus, device.bus_bytes_s), (work.host, None)]
     if with_flops:
         needed.append((work.flops, device.flops_s))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lab.capacity.ledger import Ledger
-from lab.capacity.past import Estimate, needed_bytes
+from lab.capacity.past import Estimates, own_sizes
 
 GIB = 1 << 30
 
@@ -24,39 +24,53 @@ class Verdict:
     sentence: str
 
 
-def judge(ledger: Ledger, device_memory: int | None, host_memory: int | None, estimate: Estimate | None = None) -> Verdict:
-    """Compare the ledger (its device side raised to `estimate`, where earlier failures ask for it) with the free bytes of both places; None is not known.
+@dataclass(frozen=True)
+class _Place:
+    """Bytes needed at a place and free there (None: not known, which leaves the verdict open only where it `counts`)."""
 
-    Where both places are one memory, `device_memory` counts for the sum. A budget of the cell counts as a smaller memory. Host memory that is not known
-    leaves the verdict open only where weights lie there.
+    name: str
+    needed: int
+    free: int | None
+    counts: bool = True
+
+    @property
+    def spare(self) -> int | None:
+        return None if self.free is None else self.free - self.needed
+
+    @property
+    def short(self) -> int:
+        return max(0, -self.spare) if self.spare is not None else 0
+
+    def said(self) -> str:
+        if self.free is None:
+            return f"{self.name} needs {gib(self.needed)}, its memory is not known"
+        found = f"is short by {gib(self.short)}" if self.short else f"has {gib(self.free - self.needed)} to spare"
+        return f"{self.name} {found} ({gib(self.needed)} of {gib(self.free)})"
+
+
+def judge(ledger: Ledger, device_memory: int | None, host_memory: int | None, estimates: Estimates | None = None) -> Verdict:
+    """Compare the ledger (raised to `estimates`, where earlier failures ask for it) with the free bytes of both places; None is not known.
+
+    Where both places are one memory, `device_memory` counts for the sum, and each budget of the cell for its share of it; where they are two, a budget counts
+    as a smaller memory. Host memory that is not known leaves the verdict open only where weights lie there.
     """
-    raised = 0 if estimate is None else estimate.bytes - estimate.ledger_bytes
+    sizes = estimates.sizes if estimates else own_sizes(ledger)
     if ledger.one_memory:
-        return _verdict([("memory", needed_bytes(ledger) + raised, device_memory, True)])
-    return _verdict(
-        [
-            ("device", needed_bytes(ledger) + raised, _least(device_memory, ledger.device_limit_bytes), True),
-            ("host", ledger.host_bytes, _least(host_memory, ledger.host_limit_bytes), ledger.weight_bytes("host") > 0),
-        ]
-    )
+        memory = _Place("memory", sizes["device"], device_memory)
+        device = _Place("device budget", ledger.device_bytes, ledger.device_limit_bytes)
+        host = _Place("host budget", ledger.host_bytes, ledger.host_limit_bytes)
+        # What the budgets lack and what the sum lacks are the same bytes, so they do not add up.
+        short = max(memory.short, device.short + host.short)
+        return _verdict([memory, *(budget for budget in (device, host) if budget.free is not None)], short, _least(memory.spare, device.spare))
+    device = _Place("device", sizes["device"], _least(device_memory, ledger.device_limit_bytes))
+    host = _Place("host", sizes["host"], _least(host_memory, ledger.host_limit_bytes), counts=ledger.weight_bytes("host") > 0)
+    return _verdict([device, host], device.short + host.short, device.spare)
 
 
-def _verdict(places: list[tuple[str, int, int | None, bool]]) -> Verdict:
-    """From (name, needed, free, whether an unknown memory matters) of each place."""
-    short, parts, unknown = 0, [], False
-    for name, needed, free, counts in places:
-        if free is None:
-            unknown = unknown or counts
-            parts.append(f"{name} needs {gib(needed)}, its memory is not known")
-        elif needed > free:
-            short += needed - free
-            parts.append(f"{name} is short by {gib(needed - free)} ({gib(needed)} of {gib(free)})")
-        else:
-            parts.append(f"{name} has {gib(free - needed)} to spare ({gib(needed)} of {gib(free)})")
-    fits = False if short else None if unknown else True
+def _verdict(places: list[_Place], short: int, device_spare: int | None) -> Verdict:
+    fits = False if short else None if any(place.free is None and place.counts for place in places) else True
     word = {True: "fits", False: "does not fit", None: "not known whether it fits"}[fits]
-    _, needed, free, _ = places[0]
-    return Verdict(fits, short, None if free is None else free - needed, f"{word}: {'; '.join(parts)}")
+    return Verdict(fits, short, device_spare, f"{word}: {'; '.join(place.said() for place in places)}")
 
 
 def _least(memory: int | None, limit: int | None) -> int | None:

@@ -20,13 +20,23 @@ _VENDOR = "0x1002"
 
 def look(source: Source) -> Seen | None:
     """The GPUs; None where no card of AMD is shown."""
-    cards = [card for card in source.matching("sys/class/drm/card*/device") if source.text(card / "vendor") == _VENDOR]
+    cards = _cards(source)
     if not cards:
         return None
     version = source.text("sys/module/amdgpu/version")
     kernel = source.text("proc/sys/kernel/osrelease")
     driver = version or (f"of kernel {kernel}" if kernel else None)
     return Seen(TOOL, driver, tuple(_gpu(source, card) for card in cards), _processes(source))
+
+
+def free_bytes(source: Source) -> list[int | None]:
+    """Free bytes of each card in the order of `look`, None where the driver does not tell."""
+    sizes = [(source.number(card / "mem_info_vram_total"), source.number(card / "mem_info_vram_used")) for card in _cards(source)]
+    return [None if total is None or used is None else max(0, total - used) for total, used in sizes]
+
+
+def _cards(source: Source) -> list[Path]:
+    return [card for card in source.matching("sys/class/drm/card*/device") if source.text(card / "vendor") == _VENDOR]
 
 
 def _gpu(source: Source, card: Path) -> Gpu:

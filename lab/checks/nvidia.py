@@ -45,6 +45,15 @@ def look(source: Source) -> Seen | None:
     return Seen(TOOL, cards[0]["driver_version"] if cards else None, tuple(map(_gpu, cards)), tuple(map(_process, processes)))
 
 
+def free_bytes(source: Source) -> list[int | None]:
+    """Free bytes of each card in the tool's order, None where it does not tell; empty where nothing can be asked. Less than total minus used: the driver
+    reserves a part."""
+    try:
+        return [_bytes(card["memory.free"]) for card in _query(source, "--query-gpu", ("memory.free",))]
+    except UnseenError:
+        return []
+
+
 def _query(source: Source, what: str, fields: tuple[str, ...]) -> list[dict[str, str]]:
     """One row per line of the answer. Raises UnseenError, also for an answer that is no such table."""
     answer = source.ask((TOOL, f"{what}={','.join(fields)}", "--format=csv,noheader,nounits"))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from lab.devices import accelerators
 
 ASK_S = 3.0
-"""How long a tool may take. It answers in 0.03 s on a healthy machine; a hung driver never answers."""
+"""How long a tool may take unless told otherwise. It answers in 0.03 s on a healthy machine; a hung driver never answers."""
 PROBE_BYTES = 4096
 
 
@@ -38,14 +38,14 @@ class Room(NamedTuple):
     total_bytes: int
 
 
-def ask_tool(argv: Sequence[str]) -> str:
-    """What the command prints. Raises UnseenError if it is not there, fails, or takes longer than ASK_S."""
+def ask_tool(argv: Sequence[str], within_s: float = ASK_S) -> str:
+    """What the command prints. Raises UnseenError if it is not there, fails, or takes longer than `within_s`."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=ASK_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=within_s, stdin=subprocess.DEVNULL)
     except FileNotFoundError:
         raise AbsentError(f"{argv[0]} is not installed") from None
     except subprocess.TimeoutExpired:
-        raise UnseenError(f"{argv[0]} did not answer within {ASK_S:g} s") from None
+        raise UnseenError(f"{argv[0]} did not answer within {within_s:g} s") from None
     except OSError as error:
         raise UnseenError(f"{argv[0]} could not be started: {error.strerror}") from None
     if done.returncode:

@@ -31,7 +31,7 @@ from lab.report.reported import claim_section
 from lab.report.results import results
 from lab.report.seal import seal_of
 from lab.report.tables import references
-from lab.report.verdicts import TargetResult, Verdict, criterion, judge, judge_target
+from lab.report.verdicts import TargetResult, Verdict, criterion, fixed, judge, judge_target
 from lab.store import write_atomic
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -121,7 +121,7 @@ def _context(assessed: Assessed, drawn: Collection[str]) -> dict[str, Any]:
         "compared": measured.compare_speeds(matrix, lang),
         "protocols": protocols,
         "undetailed": [f"`{item.metric}` ({item.protocol})" for item in protocols if not item.details],
-        "judged": [(verdict, criterion(verdict.hypothesis.criterion, lang), measured.steps(matrix, verdict, lang)) for verdict in judged],
+        "judged": [(verdict, fixed(verdict, lang), criterion(verdict.hypothesis.criterion, lang), measured.steps(matrix, verdict, lang)) for verdict in judged],
         "gaps": groups,
         "glossary": glossary(matrix, [flag.rule for _, flag in claims.flags], lang),
         "closed": closed_ways(matrix, lang),

@@ -22,7 +22,7 @@ from lab.record import Record
 from lab.registered import LANGUAGES
 from lab.report.language import load_language
 from lab.report.screen import print_matrix
-from lab.report.seal import read_seal, refuse_loss, seal_of
+from lab.report.seal import outdated, read_seal, refuse_loss, seal_of
 from lab.standing import Mark
 from lab.store import Store, load_attempt
 
@@ -50,17 +50,17 @@ def report_command(project: Project, words: Sequence[str]) -> int:
     given = _arguments(words, f"report experiment=NAME [lang={'|'.join(LANGUAGES)}]", ("experiment", "lang"))
     name, language = given["experiment"], load_language(given.get("lang", "en"))
     folder = project.root / "reports"
-    file = folder / report_name(name, language.code)
+    reports = {code: folder / report_name(name, code) for code in LANGUAGES}
     with _collector_paused():
         matrix = load_matrix(project, name)
         seal = seal_of(matrix)
-        refuse_loss(file, project.short(file), seal)
+        refuse_loss({project.short(file): file for file in reports.values()}, seal)
         written = build_report(matrix, folder, language, load_capacity(project, matrix))
     for path in written:
         print(project.short(path))
-    for other in (folder / report_name(name, code) for code in LANGUAGES if code != language.code):
-        if other.exists() and read_seal(other) != seal:
-            say(f"{project.short(other)} was made from other records or another experiment file; write it again, the charts are shared")
+    for code, other in reports.items():
+        if code != language.code and other.exists() and (how := outdated(read_seal(other), seal)):
+            say(f"{project.short(other)} {how}; write it again (lang={code}), the charts are shared")
     return 0
 
 

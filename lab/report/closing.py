@@ -49,7 +49,7 @@ def sums(matrix: Matrix, groups: Sequence[GapGroup], targets: Sequence[TargetRes
         Sum("attempts", totals.attempts, totals.parts, ("current",)),
     ]
     if experiment.targets:
-        wanted = {"reached": outcomes["REACHED"], "missed": outcomes["MISSED"], "open": outcomes["OPEN"]}
+        wanted = {"reached": outcomes["REACHED"], "missed": outcomes["MISSED"], "open": outcomes["OPEN"], "closed": outcomes["CLOSED"]}
         found.append(Sum("targets", sum(matches(point, t.where) for t in experiment.targets for point in experiment.points()), wanted))
     if experiment.hypotheses:
         found.append(Sum("hypotheses", len(experiment.hypotheses), {"holds": words["HOLDS"], "fails": words["FAILS"], "undecided": words["OPEN"]}))

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lab.likeness import machine
 from lab.record import Record
 from lab.report.numbers import significant
 
 MISSING = "(not recorded)"
 IDENTITY = ("machine", "device", "torch", "code", "artifact")
-"""Which facts make numbers comparable; a difference in one of them is said at the top of the report."""
+"""What numbers depend on beyond their cell; a difference in one of them is said at the top of the report. `lab.likeness` says what it forbids."""
 
 _HASH_SHOWN = 12
 _LIST_SHOWN = 8
@@ -72,15 +73,14 @@ def _text(value: Any) -> str:
 
 def identity(record: Record) -> dict[str, str]:
     """What the record's numbers depend on beyond its cell, one text per IDENTITY kind. Hashes are cut to their start."""
-    made, device = flatten(record.provenance), record.cell.get("device", {})
-    accelerators = made.get("machine.accelerators") if device.get("torch_device") != "cpu" else None
-    cores = made.get("machine.cores")
-    machine = [made.get("machine.cpu"), f"{cores} cores" if cores else None, made.get("machine.system"), accelerators]
-    code, artifact = str(made.get("code_sha256") or ""), str(record.artifact.get("sha256") or "")
+    made, device = flatten(machine(record)), record.cell["device"]
+    cores = made["machine.cores"]
+    hardware = [made["machine.cpu"], f"{cores} cores" if cores else None, made["machine.accelerators"]]
+    code, artifact = str(record.provenance.get("code_sha256") or ""), str(record.artifact.get("sha256") or "")
     return {
-        "machine": ", ".join(str(part) for part in machine if part) or MISSING,
+        "machine": ", ".join(str(part) for part in hardware if part) or MISSING,
         "device": ", ".join(str(device[key]) for key in ("torch_device", "compute_dtype") if key in device) or MISSING,
-        "torch": str(made.get("packages.torch") or MISSING),
+        "torch": str(made["torch"] or MISSING),
         "code": f"sha256 {code[:_HASH_SHOWN]}" if code else MISSING,
         "artifact": f"sha256 {artifact[:_HASH_SHOWN]}" if artifact else MISSING,
     }

@@ -1,7 +1,8 @@
 """Measured data: metric by metric with spread and repeats, how it was taken, and where one path may be called faster than another.
 
-The words faster and slower come from `lab.stats` over the samples of two cells at the same depth, on one machine and one code; a statistic of one
-process's repeats does not know restart-to-restart noise. A metric measured in no cell is named, not tabulated.
+The words faster and slower come from the samples of two cells at the same depth that `lab.likeness` lets stand against each other; what else differs
+between the two is said below the table. A statistic of one process's repeats does not know restart-to-restart noise. A metric measured in no cell is
+named, not tabulated.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+from lab.likeness import beside, contrast, unlike
 from lab.matrix import Entry, Matrix, Row
 from lab.metrics import METRICS
-from lab.report.facts import Fact, differences, fold
+from lab.report.facts import Fact, fold
 from lab.report.language import Language
 from lab.report.markup import Table, escape
 from lab.report.numbers import full, number, short, significant, status_word, unit, with_error
 from lab.report.results import title
 from lab.report.tables import by_depth, label, named
 from lab.report.verdicts import Verdict
+from lab.stats import Comparison
 
 SPREAD_LIMIT = 0.10
 """(max - min) / median above which repeats are called noisy."""
@@ -118,13 +121,16 @@ def compare_speeds(matrix: Matrix, lang: Language) -> Table:
     """Every measured speed against the reference path at the same depth. A cell without any measured speed is left to the list of gaps."""
     names = speed_metrics(matrix)
     bases = {_peers(row): row for row in matrix.rows if row.cell.path.reference}
-    rows = []
+    rows, notes = [], []
     for row in matrix.rows:
         base = bases.get(_peers(row))
         if base is None or base is row or not any(matrix.entry(row, name).measurement for name in names):
             continue
         rows.append([named(matrix, row, lang), *(compare(matrix.entry(row, name), matrix.entry(base, name), lang) for name in names)])
-    return Table("", [lang("column.path"), *(title(name, lang) for name in names)], rows, words=1 + len(names))
+        others = beside(row.current, base.current) if row.current and base.current and base.current.metrics else []
+        if others:
+            notes.append(lang("compare.beside", cell=escape(named(matrix, row, lang)), what=escape(lang.series(one.brief for one in others))))
+    return Table("", [lang("column.path"), *(title(name, lang) for name in names)], rows, words=1 + len(names), notes=notes)
 
 
 def _peers(row: Row) -> tuple[object, ...]:
@@ -133,18 +139,15 @@ def _peers(row: Row) -> tuple[object, ...]:
 
 def compare(mine: Entry, base: Entry, lang: Language) -> str:
     """Faster, slower or not separated, with the ratio of medians and its interval, or why the two are not compared."""
-    from lab.stats import compare_samples  # scipy is slow to import, and most reports compare nothing
-
-    a, b = mine.measurement, base.measurement
-    if a is None:
+    a, b, record, other = mine.measurement, base.measurement, mine.row.current, base.row.current
+    if a is None or record is None:
         return status_word(mine)
-    if b is None:
+    if b is None or other is None:
         return lang("compare.no_reference", status=base.gap.status if base.gap else "")
-    unlike = [fact.key for fact in differences(r for r in (mine.row.current, base.row.current) if r) if fact.key != "artifact"]
-    if unlike:
-        return lang("compare.differ", what=lang.series(unlike))
-    if not a.samples or not b.samples or min(*a.samples, *b.samples) <= 0:
+    if reasons := unlike(record, other, mine.metric):
+        return lang("compare.differ", what=lang.series(dict.fromkeys(one.what for one in reasons)))
+    found = contrast(a, b)
+    if not isinstance(found, Comparison):
         return lang("compare.no_repeats")
-    found = compare_samples(a.samples, b.samples)
     interval = f" [{significant(found.low)}, {significant(found.high)}]" if found.low is not None and found.high is not None else ""
     return f"{lang('compare.' + found.word.replace(' ', '_'))} ×{significant(found.ratio)}{interval}"

@@ -41,7 +41,7 @@ def questions(matrix: Matrix, judged: Sequence[Verdict], targets: Sequence[Targe
     for result in targets:
         source = lang.text(result.target.source)
         asked = lang("verdict.target", metric=lang.metric(result.target.metric), place=place(result.target.where, lang), source=source)
-        rows.append([escape(asked), escape(wanted(result.target)), _answer(result, references, lang), lang(f"word.{result.word}")])
+        rows.append([escape(asked), escape(wanted(result.target, lang)), _answer(result, references, lang), lang(f"word.{result.word}")])
     for verdict in judged:
         values = [_value(entry, references, lang) for entry in verdict.entries]
         rule = verdict.hypothesis.criterion
@@ -74,8 +74,10 @@ def target_sections(matrix: Matrix, targets: Sequence[TargetResult], claims: Cla
 
 def _section(matrix: Matrix, number: int, result: TargetResult, claims: Claims, lang: Language) -> TargetSection:
     target = result.target
-    heading = lang("target.heading", metric=short_title(target.metric, lang), wanted=wanted(target), word=lang(f"word.{result.word}"))
+    heading = lang("target.heading", metric=short_title(target.metric, lang), wanted=wanted(target, lang), word=lang(f"word.{result.word}"))
+    closed = sum(aim.outcome == "CLOSED" for aim in result.aims)
     applies = lang("target.applies", source=escape(lang.text(target.source)), cells=len(result.aims), place=escape(place(target.where, lang)))
+    applies += lang("target.closed", cells=closed) if closed else ""
     remarks = [
         f"{escape(named(matrix, aim.entry.row, lang))}{lang('colon')}{lang('verdict.straddles', limit=with_unit(target.metric, target.value))}"
         for aim in result.aims

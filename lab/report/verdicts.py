@@ -1,7 +1,8 @@
 """Verdicts: what the registered hypotheses and targets come to.
 
-A hypothesis with a gap in it is OPEN, whatever its other values say, and so is a target without a measured cell; a reported claim decides neither.
-Samples are repeats inside one process: restart-to-restart noise is not in them, so even a decided verdict is about these runs.
+A hypothesis with a gap in it is OPEN, whatever its other values say; so is one whose cells were measured under circumstances that do not compare, an
+order whose steps the samples do not separate, and a target without a measured cell. A reported claim decides nothing. Samples are repeats inside one
+process: restart-to-restart noise is not in them, so even a decided verdict is about these runs.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from lab.likeness import beside, contrast, unlike
 from lab.matrix import Entry, Matrix, Row
-from lab.record import Measurement
+from lab.record import Measurement, Record, Status
 from lab.registered import Hypothesis, OrderCriterion, Overrides, Target, ValueCriterion, matches, pick
-from lab.report.facts import differences
 from lab.report.language import Language
 from lab.report.numbers import as_registered, number, with_unit
 from lab.report.tables import named, place
+from lab.standing import age
+from lab.stats import NOT_SEPARATED
 
 COMPARE = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+DECISIVE: dict[str, tuple[Literal["REACHED", "MISSED"], Literal["REACHED", "MISSED"]]] = {"all": ("MISSED", "REACHED"), "any": ("REACHED", "MISSED")}
+"""By quantifier: what one cell alone decides, and what it takes every cell for."""
 Word = Literal["HOLDS", "FAILS", "OPEN"]
-Outcome = Literal["REACHED", "MISSED", "OPEN"]
+Outcome = Literal["REACHED", "MISSED", "OPEN", "CLOSED"]
+"""CLOSED: a dead end closes the cell and nobody was forced past it, so the target does not ask for it."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +54,20 @@ class Aim:
 
 @dataclass(frozen=True)
 class TargetResult:
-    """One target and every cell it applies to. MISSED where any measured cell misses; OPEN until every one is measured."""
+    """One target and every cell it applies to.
+
+    Of a target for all, one cell that misses decides; of a target for any, one that reaches. Short of that it is OPEN until every cell is measured.
+    """
 
     target: Target
     aims: tuple[Aim, ...]
 
     @property
     def word(self) -> Outcome:
-        """The target as a whole."""
+        """The target as a whole; OPEN where every cell is closed."""
         found = Counter(aim.outcome for aim in self.aims)
-        return "MISSED" if found["MISSED"] else "OPEN" if found["OPEN"] else "REACHED"
+        decisive, otherwise = DECISIVE[self.target.quantifier]
+        return decisive if found[decisive] else otherwise if found[otherwise] and not found["OPEN"] else "OPEN"
 
 
 def judge(matrix: Matrix, hypothesis: Hypothesis, lang: Language) -> Verdict:
@@ -70,10 +81,24 @@ def judge(matrix: Matrix, hypothesis: Hypothesis, lang: Language) -> Verdict:
     missing = [lang("verdict.is_gap", what=named(matrix, e.row, lang), status=e.gap.status) for e in entries if e.gap]
     if missing:
         return Verdict(hypothesis, "OPEN", lang("verdict.not_decided", gaps=lang.clauses(missing)), entries, ())
-    broken, remarks = _order(entries, lang) if isinstance(rule, OrderCriterion) else _value(rule, entries, lang)
     records = [entry.row.current for entry in entries if entry.row.current]
-    remarks += [lang("verdict.records_differ", what=fact.key, text=fact.text) for fact in differences(records)]
-    return Verdict(hypothesis, "FAILS" if broken else "HOLDS", lang.clauses(broken), entries, tuple(remarks))
+    if apart := _apart(matrix, entries, records, lang):
+        return Verdict(hypothesis, "OPEN", lang("verdict.not_decided", gaps=lang.clauses(apart)), entries, ())
+    broken, unsure, remarks = _order(entries, lang) if isinstance(rule, OrderCriterion) else _value(rule, entries, lang)
+    others = dict.fromkeys(lang("verdict.records_differ", what=one.brief) for record in records[1:] for one in beside(records[0], record))
+    if broken or not unsure:
+        return Verdict(hypothesis, "FAILS" if broken else "HOLDS", lang.clauses(broken), entries, (*unsure, *remarks, *others))
+    return Verdict(hypothesis, "OPEN", lang("verdict.not_decided", gaps=lang.clauses(unsure)), entries, (*remarks, *others))
+
+
+def _apart(matrix: Matrix, entries: tuple[Entry, ...], records: list[Record], lang: Language) -> list[str]:
+    """Which cells cannot be set against the first, and for what; being alike is mutual, so the first stands for all."""
+    found = []
+    for entry, record in zip(entries[1:], records[1:], strict=True):
+        if reasons := unlike(records[0], record, entry.metric):
+            a, b = (named(matrix, one.row, lang) for one in (entries[0], entry))
+            found.append(lang("verdict.not_comparable", a=a, b=b, what=lang.series(reason.brief for reason in reasons)))
+    return found
 
 
 def _row(matrix: Matrix, where: Overrides) -> Row:
@@ -82,30 +107,41 @@ def _row(matrix: Matrix, where: Overrides) -> Row:
     return matrix.rows[found]
 
 
-def _order(entries: tuple[Entry, ...], lang: Language) -> tuple[list[str], list[str]]:
-    broken, remarks = [], []
+class _Judged(NamedTuple):
+    """What breaks a criterion, what leaves it undecided, and what else is to be said."""
+
+    broken: Sequence[str]
+    unsure: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+
+
+def _order(entries: tuple[Entry, ...], lang: Language) -> _Judged:
+    """Each step must rise, and by more than the samples or errors leave open."""
+    broken, unsure = [], []
     for a, b in pairwise(entries):
         x, y, low, high = a.measurement, b.measurement, a.row.cell.path.name, b.row.cell.path.name
         if x is None or y is None:
             continue
-        if x.value >= y.value:
+        found = contrast(x, y)
+        if found is not None and found.word == NOT_SEPARATED:
+            unsure.append(lang("verdict.not_separated", a=low, b=high))
+        elif x.value >= y.value:
             broken.append(lang("verdict.not_below", low=low, low_value=number(a.metric, x.value), high=high, high_value=number(b.metric, y.value)))
-        if _within_error(x, y):
-            remarks.append(lang("verdict.within_errors", a=low, b=high))
-    return broken, remarks
+    return _Judged(broken, unsure)
 
 
-def _value(rule: ValueCriterion, entries: tuple[Entry, ...], lang: Language) -> tuple[list[str], list[str]]:
+def _value(rule: ValueCriterion, entries: tuple[Entry, ...], lang: Language) -> _Judged:
+    """The limit was fixed for the value itself, so its spread is only told."""
     found, *bases = (entry.measurement for entry in entries)
     if found is None or None in bases:
-        return [], []
+        return _Judged(())
     limit = rule.value * math.prod(base.value for base in bases if base is not None)
     broken = (
         []
         if COMPARE[rule.comparison](found.value, limit)
         else [lang("verdict.not_met", value=with_unit(rule.metric, found.value), comparison=rule.comparison, limit=with_unit(rule.metric, limit))]
     )
-    return broken, [lang("verdict.straddles", limit=with_unit(rule.metric, limit))] if straddles(found, limit) else []
+    return _Judged(broken, remarks=[lang("verdict.straddles", limit=with_unit(rule.metric, limit))] if straddles(found, limit) else ())
 
 
 def straddles(found: Measurement, limit: float) -> bool:
@@ -115,28 +151,38 @@ def straddles(found: Measurement, limit: float) -> bool:
     return found.stderr is not None and abs(found.value - limit) < 2.0 * found.stderr
 
 
-def _within_error(a: Measurement, b: Measurement) -> bool:
-    """True when the difference is below twice its standard error, taken as for independent samples (wider than the paired one)."""
-    if a.stderr is None or b.stderr is None:
-        return False
-    return abs(a.value - b.value) < 2.0 * math.hypot(a.stderr, b.stderr)
-
-
 def judge_target(matrix: Matrix, target: Target) -> TargetResult:
-    """The target against each cell it applies to: REACHED, MISSED, or OPEN for a gap."""
-    aims = []
-    for row in (r for r in matrix.rows if matches(r.point, target.where)):
-        entry = matrix.entry(row, target.metric)
-        if entry.measurement is None:
-            aims.append(Aim(entry, "OPEN"))
-        else:
-            aims.append(Aim(entry, "REACHED" if COMPARE[target.comparison](entry.measurement.value, target.value) else "MISSED"))
-    return TargetResult(target, tuple(aims))
+    """The target against each cell it applies to: REACHED, MISSED, OPEN for a gap, or CLOSED."""
+    rows = (row for row in matrix.rows if matches(row.point, target.where))
+    return TargetResult(target, tuple(_aim(matrix.entry(row, target.metric), target) for row in rows))
 
 
-def wanted(target: Target) -> str:
-    """The target's value as a condition, such as `>= 90 tok/s`."""
-    return f"{target.comparison} {as_registered(target.metric, target.value)}"
+def _aim(entry: Entry, target: Target) -> Aim:
+    row = entry.row
+    if entry.measurement is not None:
+        return Aim(entry, "REACHED" if COMPARE[target.comparison](entry.measurement.value, target.value) else "MISSED")
+    unforced = row.current is None or row.current.status is Status.DEAD_END
+    return Aim(entry, "CLOSED" if row.closed and unforced else "OPEN")
+
+
+def wanted(target: Target, lang: Language) -> str:
+    """The target's value as a condition, such as `>= 90 tok/s`; said where one cell is enough."""
+    condition = f"{target.comparison} {as_registered(target.metric, target.value)}"
+    return lang("target.in_any", wanted=condition) if target.quantifier == "any" else condition
+
+
+def fixed(verdict: Verdict, lang: Language) -> str:
+    """When the criterion was fixed: as the experiment's file says, set against the first attempt at one of its cells."""
+    since = verdict.hypothesis.since
+    if since is None:
+        return lang("fixed.first")
+    # Oldest first; an attempt whose time cannot be read is sorted before all others and tells nothing.
+    starts = sorted({age(record)[0].date() for entry in verdict.entries for record, _ in entry.row.standings})
+    first = next((day for day in starts if day.year > 1), None)
+    if first is None:
+        return lang("fixed.unmeasured", since=since)
+    when = "before" if since < first else "after" if since > first else "same_day"
+    return lang(f"fixed.{when}", since=since, first=first)
 
 
 def criterion(rule: OrderCriterion | ValueCriterion, lang: Language) -> str:

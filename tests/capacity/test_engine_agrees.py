@@ -12,7 +12,7 @@ from lab.capacity import Ledger
 from lab.capacity.build import STATE_BATCH, STATE_TOKENS, build
 from lab.capacity.qwen4_exp import qwen4_exp_sizes
 from lab.capacity.storage import stored
-from lab.capacity.traffic import forward
+from lab.capacity.traffic import Pass, forward
 from lab.cell import Cell
 from lab.compose import compose_cells
 from lab.engines.local import LocalEngine
@@ -63,8 +63,9 @@ def test_a_prefill_reads_and_computes_what_the_engine_counts(both: tuple[LocalEn
     sizes = qwen4_exp_sizes(json.loads((NANO / "config.json").read_text()), "nano", 2, torch.float32)
     with engine.counters.span() as read:
         engine.logits(torch.arange(PREFILL)[None] % 2560, engine.new_state(1, PREFILL), last_only=True)
-    work = forward(stored(cell, sizes), sizes, None, None, True, PREFILL, 1, 0)
-    assert work.flops == read.flops
+    work, least = (forward(stored(cell, sizes), sizes, None, None, True, Pass(PREFILL, 1, 0, least=least)) for least in (False, True))
+    assert work.flops == least.flops == read.flops
+    assert least.device < read.weight_bytes + engine.vector_bytes, "a bound counts less than any text needs"
     # 512 tokens that choose 4 of 16 experts use all of them, in the estimate as in fact.
     assert work.device == pytest.approx(read.weight_bytes + engine.vector_bytes, rel=1e-9)
 

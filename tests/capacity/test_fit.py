@@ -87,9 +87,9 @@ def test_the_largest_tier_is_found_for_a_path_that_is_tiered_already(project: Pr
 
 def test_earlier_failures_make_suggestions_smaller(project: Project) -> None:
     cell = composed(project, "model=flash_next", "path=tiered", "layers=48", "device=r9700")
-    past = [PastOom("flash_next", "tiered", "r9700", 24, 10 * GIB, 12 * GIB)]
+    past = [PastOom("flash_next", "tiered", "r9700", 24, "device", 10 * GIB, 12 * GIB)]
     plain, raised = (largest_tiers(project, cell, 32 * GIB, None, failures)[0] for failures in ([], past))
     number, fewer = (int(s.words[-1].split("=")[1]) for s in (plain, raised))
     assert 0 < fewer < number
     again = ledger(project, "model=flash_next", "path=tiered", "layers=48", "device=r9700", f"placement.slots={fewer}")
-    assert estimate_with_memory(again, past).bytes <= 32 * GIB
+    assert estimate_with_memory(again, past).device.bytes <= 32 * GIB

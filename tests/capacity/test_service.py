@@ -116,6 +116,30 @@ def test_a_file_of_sizes_that_is_no_json_object_says_so(project: Project) -> Non
             assert ledgers(project, [wrong])[wrong.hash] == NoLedger(reason="sizes.json: expected an object of fields")
 
 
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("arch", "field", "value", "reason"),
+    [
+        ("qwen3_moe", "num_experts_per_tok", 9999, "sizes.json: field num_experts_per_tok: 9999 must be at most 128"),
+        ("qwen4_exp", "num_experts_per_tok", 9999, "num_experts_per_tok must be 1..num_experts"),
+        ("qwen3_moe", "vocab_size", 10**400, "sizes.json: sizes that cannot be counted (OverflowError: "),
+        ("qwen4_exp", "linear_conv_kernel_dim", 10**18, "sizes.json: sizes that cannot be counted (RuntimeError: "),
+    ],
+)
+def test_sizes_that_cannot_be_counted_do_not_spoil_the_other_cells(project: Project, arch: str, field: str, value: int, reason: str) -> None:
+    good, name = composed(project), "flash_next" if arch == "qwen4_exp" else "qwen3_30b_a3b"
+    data = json.loads((project.root / f"conf/geometry/{name}.json").read_text())
+    data.get("text_config", data)[field] = value
+    (project.root / "sizes.json").write_text(json.dumps(data))
+    path = "expert_q2" if arch == "qwen4_exp" else "reference"
+    wrong = composed(project, f"model={name}", f"path={path}", "layers=2")
+    wrong = wrong.model_copy(update={"model": wrong.model.model_copy(update={"geometry": "sizes.json"})})
+    found = ledgers(project, [wrong, good])
+    no = found[wrong.hash]
+    assert isinstance(no, NoLedger) and reason in no.reason and "\n" not in no.reason
+    assert isinstance(found[good.hash], Ledger)
+
+
 def test_a_process_that_fails_is_one_line(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(LabError, match="the capacity ledger could not be made: its process ended with exit code 1"):

@@ -61,10 +61,35 @@ def test_cold_experts_are_read_by_the_cpu_which_has_no_figure(project: Project) 
     ledger = ledger_of(project, "model=flash_next", "path=cpu_cold", "layers=6", "device=r9700", "placement.slots=256")
     assert ledger.experts is not None
     assert ledger.decode_bytes_per_token.host_bytes == 6 * 10 * ledger.experts.bytes_each / 2
-    assert ledger.tg_bound_tok_s is None
-    assert any("no bounds" in note for note in ledger.notes)
+    assert ledger.estimates_tok_s == (None, None, None)
+    assert any("no estimates" in note for note in ledger.notes)
+    cold = ledger_of(project, "model=flash_next", "path=cpu_cold", "layers=6", "device=r9700", "placement.slots=9")
+    assert cold.bounds_tok_s == (None, None, None), "of 10 experts 9 have a slot"
     warm = ledger_of(project, "model=flash_next", "path=cpu_cold", "layers=6", "device=r9700", "placement.slots=512")
     assert warm.tg_bound_tok_s is not None and warm.notes == ()
+    assert ledger.tg_bound_tok_s == warm.tg_bound_tok_s, "if every request hits"
+
+
+@pytest.mark.parametrize("slots", [1, 9, 10, 300, 511])
+def test_a_bound_takes_every_slot_as_hit_and_an_estimate_only_its_share(project: Project, slots: int) -> None:
+    ledger = tiered(project, f"placement.slots={slots}")
+    whole = tiered(project, "placement.slots=512")
+    assert ledger.experts is not None
+    bus_s = (6 * max(0, 10 - slots) * ledger.experts.bytes_each + 16 * 160 + 2) / 53e9  # the misses that no cache avoids, the table's rows and their scale
+    assert whole.tg_bound_tok_s is not None
+    assert ledger.tg_bound_tok_s == pytest.approx(min(whole.tg_bound_tok_s, 1 / bus_s))
+    for bound, estimate in zip(ledger.bounds_tok_s, ledger.estimates_tok_s, strict=True):
+        assert bound is not None and estimate is not None and estimate <= bound
+    assert "every slot holds one of them" in ledger.basis
+
+
+def test_tokens_may_share_experts_so_a_bound_on_many_counts_those_of_one(project: Project) -> None:
+    ledger = ledger_of(project, "model=flash_next", "path=paiton_native", "layers=6", "device=r9700")
+    (tg, agg4, pp), (same, fewer, slower) = ledger.bounds_tok_s, ledger.estimates_tok_s
+    assert None not in (tg, agg4, pp, same, fewer, slower)
+    assert same == tg and fewer < agg4 < 4 * tg and slower < pp  # type: ignore[operator]
+    dense = kestrel(project)
+    assert dense.bounds_tok_s == pytest.approx(dense.estimates_tok_s, rel=1e-5) and "experts" not in dense.basis
 
 
 def test_placement_without_a_tier_is_said_to_do_nothing(project: Project) -> None:
@@ -101,7 +126,8 @@ def test_a_budget_of_the_codes_alone_does_not_hold_the_scales(project: Project) 
 
 def test_without_budgets_the_file_lies_where_the_path_says(project: Project) -> None:
     assert kestrel(project).residency == ()
-    assert ledger_of(project, "model=qwen3_8b", "path=kestrel_vqf", "device=cpu", "placement.host_budget_mb=100").residency == ()
+    on_cpu = ledger_of(project, "model=qwen3_8b", "path=kestrel_vqf", "device=cpu", "placement.host_budget_mb=100")
+    assert on_cpu.residency == () and on_cpu.host_limit_bytes is None, "that budget is the strip cache's, which the CPU does without"
 
 
 @given(

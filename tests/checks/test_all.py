@@ -18,6 +18,8 @@ from lab.checks import machine_checks, sampled, software, stores
 from lab.checks.check import Check, Finding, check, known, ok, size, warn
 from lab.checks.source import AbsentError, Source, UnseenError, ask_tool
 from lab.project import Project
+from lab.provenance import environment
+from lab.store import Store
 from tests.checks.support import CPU, CUDA, H200_IDLE, answers, machine
 from tests.runner_helpers import ROOT, cell_of, make_project, record_of
 
@@ -88,14 +90,13 @@ def test_sizes_keep_their_magnitude(count: int) -> None:
     assert float(number) <= 1024 or unit == "GiB"
 
 
-def test_a_tool_that_is_absent_fails_or_hangs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tool_that_is_absent_fails_or_hangs_says_so() -> None:
     with pytest.raises(AbsentError, match="no-such-tool is not installed"):
         ask_tool(["no-such-tool"])
     with pytest.raises(UnseenError, match="ended with exit code 9: it failed"):
         ask_tool(["sh", "-c", "echo it failed >&2; exit 9"])
-    monkeypatch.setattr("lab.checks.source.ASK_S", 0.1)
     with pytest.raises(UnseenError, match="did not answer within 0.1 s"):
-        ask_tool(["sleep", "5"])
+        ask_tool(["sleep", "5"], within_s=0.1)
     assert ask_tool(["echo", "fine"]) == "fine\n"
 
 
@@ -119,7 +120,7 @@ def test_a_missing_package_is_bad_unless_optional(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_variables_are_named_and_the_harmful_ones_warned_of(monkeypatch: pytest.MonkeyPatch, name: str, value: str, state: str) -> None:
-    for other in (*software.environment(), *software._ALSO, *software._HARMFUL):
+    for other in (*environment(), *software._ALSO, *software._HARMFUL):
         monkeypatch.delenv(other, raising=False)
     assert software.variables().found.startswith("nothing set")
     monkeypatch.setenv(name, value)
@@ -153,7 +154,7 @@ def test_a_locked_or_unwritable_sqlite_store_is_seen(project: Project, monkeypat
 def test_records_are_counted_and_a_spoilt_one_is_named(project: Project) -> None:
     assert stores.records(project, 0).found == "0 records, 0 unreadable, 0 attempts running, 0 closed now"
     cell = cell_of(project, "path=expert_q2", "layers=3")
-    store = stores.Store(project.runs)
+    store = Store(project.runs)
     for _ in range(2):
         attempt = store.open_attempt(cell, {})
         file = store.finish(attempt.folder, record_of(cell, attempt=attempt.number))

@@ -1,4 +1,4 @@
-"""The host as its files tell it: memory and its limits, swap, neighbours, cores and quotas, clocks, pinned memory."""
+"""The host as its files tell it: memory and its limits, swap, neighbours, cores and quotas, clocks, pinned memory, kills for want of memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.checks import host
+from lab.checks.cgroup import oom_kills
 from tests.checks.support import CPU, GIB, HOST, MEMINFO, QUIET, machine
 
 V2 = {"proc/self/cgroup": "0::/lab/job"}
@@ -28,7 +29,7 @@ def test_memory_is_what_the_kernel_estimates(tmp_path: Path) -> None:
         | {
             "sys/fs/cgroup/lab/memory.max": f"{4 * GIB}",
             "sys/fs/cgroup/lab/memory.current": f"{3 * GIB + GIB // 2}",
-            "sys/fs/cgroup/lab/memory.stat": f"anon 5\ninactive_file {GIB // 2}",
+            "sys/fs/cgroup/lab/memory.stat": f"anon 5\ninactive_file {GIB // 4}\nactive_file {GIB // 4}",
             "sys/fs/cgroup/lab/job/memory.max": "max",
             "sys/fs/cgroup/lab/job/memory.current": "1",
         },
@@ -51,6 +52,21 @@ def test_a_containers_limit_counts_without_the_file_cache(tmp_path: Path, limits
 def test_no_limit_in_version_1_is_a_very_large_number(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712", "sys/fs/cgroup/memory/memory.usage_in_bytes": "5"}
     assert "limit_bytes" not in host.memory(machine(tmp_path, HOST | V1 | files)).values
+
+
+@pytest.mark.parametrize(
+    ("files", "kills"),
+    [
+        (V2 | {"sys/fs/cgroup/lab/job/memory.events": "oom 9\noom_kill 2\noom_group_kill 1", "sys/fs/cgroup/lab/memory.events": "oom_kill 7"}, 2),
+        (V2 | {"sys/fs/cgroup/memory.events": "oom_kill 4"}, 4),
+        (V1 | {"sys/fs/cgroup/memory/docker/abc/memory.oom_control": "under_oom 0\noom_kill 3"}, 3),
+        (V1 | {"sys/fs/cgroup/memory/memory.oom_control": "under_oom 0"}, None),
+        ({}, None),
+    ],
+    ids=["v2, its own group", "v2, the container's root", "v1", "v1, a kernel that does not count", "no group"],
+)
+def test_kills_for_want_of_memory_are_those_of_the_nearest_group(tmp_path: Path, files: dict[str, str], kills: int | None) -> None:
+    assert oom_kills(machine(tmp_path, files)) == kills
 
 
 @pytest.mark.parametrize(("used_mib", "state"), [(0, "ok"), (200, "ok"), (300, "warn")])
@@ -152,3 +168,4 @@ def test_no_content_of_a_file_raises(tmp_path_factory: pytest.TempPathFactory, f
     strange = machine(tmp_path_factory.mktemp("m"), {name: text.encode("utf-8", "replace").decode() for name, text in files.items()})
     for found in (host.memory(strange), host.swap(strange), host.load(strange), host.cores(strange, CPU), host.memlock(strange, True)):
         assert found.name and found.found
+    oom_kills(strange)

@@ -1,6 +1,7 @@
 """Matrices and texts for the tests of the report: the small experiment, the two registered stages, and a stage with every kind of entry.
 
-The stages are the real files from `experiments/`; their cells come from a plain function instead of Hydra. Records are invented.
+The stages are the real files from `experiments/` with the real cells of `conf/`; those of the small experiment come from a plain function. Records are
+invented.
 """
 
 from __future__ import annotations
@@ -9,31 +10,29 @@ import re
 from functools import cache
 from pathlib import Path
 
-from lab.cell import Cell, Placement
+from lab.cell import Cell
+from lab.compose import compose_cells
 from lab.experiment import load_experiment
 from lab.matrix import Matrix, build_matrix
+from lab.project import Project
 from lab.record import Record
 from lab.report.build import assess, render
 from lab.report.capacity import NO_CAPACITY, Capacity
 from lab.report.language import load_language
-from tests.matrix_helpers import cell, complete, compose
+from tests.matrix_helpers import cell, complete
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 EN, ZH = load_language("en"), load_language("zh")
 
 
-def stage_compose(overrides: list[str]) -> Cell:
-    """`compose` with what only stages override: device, placement and mode."""
-    point = {"layers": "36", **dict(word.split("=", 1) for word in overrides)}
-    placed = {key.removeprefix("placement."): int(value) for key, value in point.items() if key.startswith("placement.")}
-    made = compose([f"{key}={value}" for key, value in point.items()])
-    device = made.device.model_copy(update={"name": point["device"]})
-    return made.model_copy(update={"device": device, "placement": Placement(**placed), "mode": point.get("mode", "auto")})
+@cache
+def _composed(words: tuple[str, ...]) -> Cell:
+    return compose_cells(words, Project(root=EXPERIMENTS.parent, runs=EXPERIMENTS.parent / "runs"))[0]
 
 
 def stage(name: str, records: list[Record] | None = None) -> Matrix:
     """A registered stage set against these records."""
-    return build_matrix(load_experiment(name, EXPERIMENTS), records or [], stage_compose)
+    return build_matrix(load_experiment(name, EXPERIMENTS), records or [], lambda words: _composed(tuple(words)))
 
 
 @cache

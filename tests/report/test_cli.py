@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,26 @@ def test_a_report_with_numbers_is_not_replaced_by_one_without_any(project: Proje
     with pytest.raises(LabError, match="no record here fills a cell of small, and reports/small.md shows 4 measured values"):
         report_command(project, ["experiment=small"])
     assert shipped.read_bytes() == before
+    shipped.write_text("a report from before there were seals", encoding="utf-8")
+    with pytest.raises(LabError, match=r"reports/small.md does not say what it shows"):
+        report_command(project, ["experiment=small", "lang=zh"])
+    shipped.unlink()
     assert report_command(project, ["experiment=small", "lang=zh"]) == 0, "a report of gaps is a report"
-    assert report_command(project, ["experiment=small", "lang=zh"]) == 0
+    assert report_command(project, ["experiment=small", "lang=zh"]) == 0, "and may be written again"
+
+
+def test_a_report_of_gaps_in_one_language_leaves_the_charts_of_the_other(project: Project) -> None:
+    """The charts are shared: written without records, they would be gone from the measured report beside them."""
+    for of in (cell("reference", 6), cell("fine", 6)):
+        (project.runs / of.id / "001").mkdir(parents=True)
+        (project.runs / of.id / "001" / "record.json").write_text(complete(of, 0.1).model_dump_json())
+    report_command(project, ["experiment=small"])
+    before = {file.name: file.read_bytes() for file in (project.root / "reports").iterdir()}
+    assert "small_ladder.svg" in before
+    shutil.rmtree(project.runs)
+    with pytest.raises(LabError, match="reports/small.md shows 12 measured values; it is left as it is, with its charts"):
+        report_command(project, ["experiment=small", "lang=zh"])
+    assert {file.name: file.read_bytes() for file in (project.root / "reports").iterdir()} == before
 
 
 def test_matrix_on_screen_and_as_json(project: Project, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+import lab.report.seal
 from lab.errors import LabError
 from lab.experiment import Experiment
 from lab.matrix import Matrix, build_matrix
@@ -18,7 +21,7 @@ from lab.report.capacity import NO_CAPACITY
 from lab.report.charts import draw
 from lab.report.claims import judge_claims
 from lab.report.html import page
-from lab.report.seal import Seal, read_seal, refuse_loss, seal_of
+from lab.report.seal import Seal, maker_sha256, outdated, read_seal, refuse_loss, seal_of
 from lab.report.verdicts import judge, judge_target
 from tests.matrix_helpers import SMALL, cell, complete, compose, measured, record, small
 from tests.report.support import EN, ZH, ladder, stage
@@ -185,11 +188,13 @@ def test_only_measured_values_are_protected_from_a_report_without_any(tmp_path: 
     new = Seal("small", 24, now, "e")
     if lost:
         what = "shows 4 measured values" if before else "does not say what it shows"
-        with pytest.raises(LabError, match=rf"^no record here fills a cell of small, and reports/small.md {what}; it is left as it is: .*delete it") as refused:
-            refuse_loss(file, "reports/small.md", new)
+        with pytest.raises(
+            LabError, match=rf"^no record here fills a cell of small, and reports/small.md {what}; it is left as it is, with its charts: .*delete it"
+        ) as refused:
+            refuse_loss({"reports/small.zh.md": tmp_path / "small.zh.md", "reports/small.md": file}, new)
         assert "\n" not in str(refused.value)
     else:
-        refuse_loss(file, "reports/small.md", new)
+        refuse_loss({"reports/small.zh.md": tmp_path / "small.zh.md", "reports/small.md": file}, new)
 
 
 def test_the_seal_is_read_back_and_a_spoilt_one_is_none(tmp_path: Path, experiment: Experiment) -> None:
@@ -200,3 +205,25 @@ def test_the_seal_is_read_back_and_a_spoilt_one_is_none(tmp_path: Path, experime
     for text, expected in ((f"x\n{seal.line}\n", seal), *((text, None) for text in spoilt)):
         file.write_text(text, encoding="utf-8")
         assert read_seal(file) == expected
+
+
+def test_a_report_made_by_other_templates_or_before_there_were_seals_is_noticed(
+    tmp_path: Path, experiment: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = seal_of(build_matrix(experiment, RICH, compose))
+    assert new.made_by == maker_sha256() and outdated(new, new) == ""
+    assert outdated(None, new) == "does not say what it was made from"
+    assert outdated(replace(new, digest="other"), new) == "was made from other records or another experiment file"
+    old = re.sub(r', "made_by": "[0-9a-f]*"', "", new.line)
+    (tmp_path / "old.md").write_text(old, encoding="utf-8")
+    assert old != new.line and outdated(read_seal(tmp_path / "old.md"), new) == "was made by other report code, templates or texts"
+    package = tmp_path / "report"
+    shutil.copytree(Path(lab.report.seal.__file__).parent, package)
+    monkeypatch.setattr(lab.report.seal, "__file__", str(package / "seal.py"))
+    found = [maker_sha256.__wrapped__()]
+    assert found == [new.made_by], "the digest does not depend on where the package lies"
+    for made in ("templates/report.md.j2", "lang/zh.yaml", "measured.py"):
+        with (package / made).open("a", encoding="utf-8") as file:
+            file.write("\n")
+        found.append(maker_sha256.__wrapped__())
+    assert len(set(found)) == 4

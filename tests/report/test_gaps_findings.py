@@ -41,7 +41,7 @@ def worded() -> dict[str, tuple[Status, str]]:
     lengths = {"realised_tokens": 100, "requested_tokens": 512}
     rule = SimpleNamespace(component="experts", op="q2", residency=1.0)
     path = SimpleNamespace(name="fine", evidence=(rule,), components={})
-    judged = cast(Any, SimpleNamespace(path=path, layers=1, device=SimpleNamespace(torch_device="cpu")))
+    judged = cast(Any, SimpleNamespace(path=path, layers=1, engine="local", device=SimpleNamespace(torch_device="cpu")))
     seen: dict[str, Any] = {
         "layers": 1, "component_layers": {"experts": [0]}, "source_codecs": {}, "weights": {"experts": 10}, "rows_per_token": [], "tokens_forwarded": 1,
         "resident": [{"component": "experts", "codec": "q2", "device": "cpu", "weights": 4}],
@@ -156,6 +156,13 @@ def test_a_gap_that_is_lost_on_the_way_to_the_page_stops_the_report(tmp_path: Pa
     assert closed(matrix, groups)[0] == "24 expected = 4 measured + 20 gaps"
     with pytest.raises(BooksError, match="expected"):
         closed(matrix, groups[:1])
+
+
+def test_copies_of_a_record_are_told_in_the_closing(tmp_path: Path) -> None:
+    one = complete(cell("fine"), 0.1)
+    matrix = build_matrix(small(tmp_path), [one, one.model_copy(update={"attempt": 2})], compose)
+    assert "2 attempts on record = 1 current + 1 copies" in section(text_of(matrix), 12)
+    assert "在案尝试 2 = 现行 1 + 副本 1" in section(text_of(matrix, "zh"), 12)
 
 
 def test_a_sum_tells_only_parts_that_count() -> None:

@@ -6,16 +6,21 @@ On a machine without the artefacts nothing is measured; then no figure may stand
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from lab.matrix import Matrix
+from lab.project import Project
 from lab.registered import in_language
-from lab.report.capacity import NO_CAPACITY, Capacity
+from lab.report.build import assess, render, report_name
+from lab.report.capacity import NO_CAPACITY, Capacity, load_capacity
+from lab.report.charts import draw
 from lab.report.claims import judge_claims
-from tests.report.support import EN, ZH, section, stage, stage_text, table_cells, table_rows
+from lab.report.cli import load_matrix
+from tests.report.support import EN, EXPERIMENTS, ZH, section, stage, stage_text, table_cells, table_rows
 
 POST_TABLE = {
     ("paiton_native", 3): ("174.28", "6485", "74.78"),
@@ -113,6 +118,19 @@ def test_targets_hypotheses_dead_ends_and_boundaries_are_all_told(name: str) -> 
         for boundary in matrix.experiment.boundaries:
             assert in_language(boundary, language) in section(text, 10)
     assert f"{matrix.totals.expected} expected = 0 measured + {matrix.totals.gaps} gaps" in stage_text(name)
+
+
+@pytest.mark.parametrize("name", ["flash_next_r9700", "kestrel_8b"])
+def test_the_committed_reports_are_what_no_records_give_today(name: str, tmp_path: Path) -> None:
+    """`python -m lab report experiment=NAME lang=en|zh` writes them; an edit of the code, the texts, the stage or the sizes asks for that again."""
+    project = Project(root=EXPERIMENTS.parent, runs=tmp_path)
+    matrix = load_matrix(project, name)
+    capacity = load_capacity(project, matrix)
+    for lang in (EN, ZH):
+        assessed = assess(matrix, lang, capacity)
+        drawn = draw(matrix, assessed.verdicts, assessed.targets, assessed.claims, capacity)
+        committed = EXPERIMENTS.parent / "reports" / report_name(name, lang.code)
+        assert committed.read_text(encoding="utf-8") == render(assessed, drawn), f"{committed.name} is out of date: write it again"
 
 
 def test_claims_are_counted_by_what_stands_beside_them(flash: Matrix, texts: dict[str, str]) -> None:

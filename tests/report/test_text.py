@@ -84,7 +84,7 @@ def test_records_of_two_machines_are_said_to_be_mixed_and_not_compared(experimen
     text = text_of(build_matrix(experiment, records, compose))
     banner = text.split("## 1.")[0]
     assert "**Mixed records:** they differ in machine" in banner and "Other CPU, 64 cores (1)" in banner and "beefbeefbeef" in banner
-    assert "not compared: machine, code differ" in section(text, 4) and "faster" not in re.sub(r'"Faster".*', "", section(text, 4))
+    assert "not compared: machine.cpu, machine.cores differ" in section(text, 4) and "faster" not in re.sub(r'"Faster".*', "", section(text, 4))
 
 
 def test_uniform_records_are_not_called_mixed(experiment: Experiment) -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.errors import LabError
 from lab.experiment import Experiment
 from lab.matrix import build_matrix
-from lab.record import Measurement
+from lab.record import Measurement, Status
 from lab.report.capacity import NO_CAPACITY
 from lab.report.claims import Claims, judge_claims
 from lab.report.measured import compare_speeds, noisy, steps
 from lab.report.overview import questions, target_sections
 from lab.report.tables import references
-from lab.report.verdicts import judge, judge_target, straddles
-from tests.matrix_helpers import SMALL, cell, complete, compose, measured, record, small
+from lab.report.verdicts import fixed, judge, judge_target, straddles
+from tests.matrix_helpers import PROVENANCE, SMALL, cell, complete, compose, measured, record, small
 from tests.report.support import EN, ladder, section, text_of
 
 TARGET = "targets:\n  - {metric: pp512_tok_s, comparison: '>=', value: 90, unit: tok/s, source: the post, where: {layers: 6}}\n"
@@ -43,7 +45,9 @@ def experiment(tmp_path: Path) -> Experiment:
     [
         ({"reference": 0.0, "fine": 0.1, "coarse": 0.2}, "HOLDS", ""),
         ({"reference": 0.0, "fine": 0.2, "coarse": 0.1}, "FAILS", "fine 0.200 is not below coarse 0.100"),
-        ({"reference": 0.0, "fine": 0.1, "coarse": 0.1}, "FAILS", "fine 0.100 is not below coarse 0.100"),
+        ({"reference": 0.0, "fine": 0.1, "coarse": 0.1}, "OPEN", "not decided: the samples or errors of fine and coarse do not separate them"),
+        ({"reference": 0.0, "fine": 0.1, "coarse": 0.102}, "OPEN", "not decided: the samples or errors of fine and coarse do not separate them"),
+        ({"reference": 0.3, "fine": 0.1, "coarse": 0.102}, "FAILS", "reference 0.300 is not below fine 0.100"),
         ({"reference": 0.0, "coarse": 0.2}, "OPEN", "not decided: fine, 6 layers is NOT_RUN"),
     ],
 )
@@ -54,10 +58,41 @@ def test_an_order_hypothesis_holds_fails_or_stays_open(experiment: Experiment, v
     assert f"### ladder: {word}" in text_of(matrix)
 
 
-def test_a_verdict_within_the_error_says_so(experiment: Experiment) -> None:
-    matrix = build_matrix(experiment, ladder({"reference": 0.0, "fine": 0.1, "coarse": 0.102}), compose)
-    verdict = judge(matrix, experiment.hypotheses[0], EN)
-    assert verdict.word == "HOLDS" and verdict.remarks == ("fine and coarse lie within two standard errors of each other",)
+@pytest.mark.parametrize(("speed", "word"), [(120.0, "HOLDS"), (101.0, "OPEN"), (80.0, "FAILS")])
+def test_an_order_of_speeds_needs_samples_that_lie_apart(tmp_path: Path, speed: float, word: str) -> None:
+    experiment = small(
+        tmp_path, SMALL.replace("metric: kld_mean", "metric: pp512_tok_s").replace("[reference, fine, coarse], metric", "[fine, coarse], metric")
+    )
+    matrix = build_matrix(experiment, [complete(cell("fine", 6), 0.1), complete(cell("coarse", 6), 0.1, speed=speed)], compose)
+    assert judge(matrix, experiment.hypotheses[0], EN).word == word
+
+
+FASTER = """  - id: faster
+    statement: Coarse is faster.
+    criterion: {metric: pp512_tok_s, where: {path: coarse, layers: 6}, against: {path: reference, layers: 6}, comparison: ">=", value: 1.5, unit: x}
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "word", "told"),
+    [
+        ({}, "HOLDS", ()),
+        ({"machine": {"cpu": "Big CPU", "cores": 96}}, "OPEN", ("machine.cpu (Big CPU / Bench CPU)", "machine.cores (96 / 2)")),
+        ({"packages": {"torch": "2.10.0"}}, "OPEN", ("torch (2.10.0 / 2.9.0)",)),
+        ({"machine": None}, "OPEN", ("machine.cpu (– / Bench CPU)",)),
+        ({"code_sha256": "beef" * 16}, "HOLDS", ("code (beefbeefbeef / c0dec0dec0de)",)),
+        ({"env": {"OMP_NUM_THREADS": "1"}}, "HOLDS", ("env.OMP_NUM_THREADS (1 / –)",)),
+    ],
+)
+def test_a_ratio_across_machines_is_open_and_other_code_is_a_remark(tmp_path: Path, made: dict[str, Any], word: str, told: tuple[str, ...]) -> None:
+    experiment = small(tmp_path, SMALL + FASTER)
+    base, ours = complete(cell("reference", 6), 0.0), complete(cell("coarse", 6), 0.2, speed=200.0, provenance={**PROVENANCE, **made})
+    matrix = build_matrix(experiment, [base, ours], compose)
+    verdict = judge(matrix, experiment.hypotheses[1], EN)
+    assert verdict.word == word
+    said = verdict.why if word == "OPEN" else " ".join(verdict.remarks)
+    assert all(text in said for text in told) and bool(said) == bool(told)
+    assert f"### faster: {word}" in text_of(matrix)
 
 
 @given(fine=st.floats(0.01, 0.9), coarse=st.floats(0.01, 0.9))
@@ -104,6 +139,78 @@ def test_targets_are_reached_missed_or_open(experiment: Experiment) -> None:
     assert judge_target(build_matrix(experiment, whole, compose), experiment.targets[0]).word == "REACHED"
 
 
+ANY = TARGET.replace("where: {layers: 6}", "where: {layers: 6}, quantifier: any")
+CLOSED = "dead_ends:\n  - {id: end, what: coarse, evidence: e, since: '2026-08', reopen: r, source: s, where: {path: coarse}}\n"
+
+
+@pytest.mark.parametrize(
+    ("speeds", "every", "one"),
+    [
+        ({}, "OPEN", "OPEN"),
+        ({"reference": 20.0}, "MISSED", "OPEN"),
+        ({"fine": 200.0}, "OPEN", "REACHED"),
+        ({"reference": 20.0, "fine": 200.0}, "MISSED", "REACHED"),
+        ({"reference": 20.0, "fine": 30.0}, "MISSED", "MISSED"),
+        ({"reference": 95.0, "fine": 200.0}, "REACHED", "REACHED"),
+        ({"reference": 95.0, "fine": 200.0, "coarse": 10.0}, "MISSED", "REACHED"),
+    ],
+)
+def test_a_target_for_any_is_reached_by_one_cell_and_no_target_asks_for_closed_ones(tmp_path: Path, speeds: dict[str, float], every: str, one: str) -> None:
+    """Coarse is a dead end: it counts only where somebody was forced past it and measured."""
+    records = [complete(cell(path, 6), 0.1, speed=speed) for path, speed in speeds.items()]
+    for text, word in ((TARGET, every), (ANY, one)):
+        experiment = small(tmp_path, SMALL + text + CLOSED)
+        matrix = build_matrix(experiment, records, compose)
+        result = judge_target(matrix, experiment.targets[0])
+        assert result.word == word
+        assert [aim.outcome for aim in result.aims][-1] == ("MISSED" if "coarse" in speeds else "CLOSED")
+        shown = text_of(matrix)
+        assert (">= 90 tok/s in one cell at least" in section(shown, 1)) == (text is ANY)
+        assert ("A dead end closes 1 of them" in section(shown, 3)) == ("coarse" not in speeds)
+        assert ("1 closed by a dead end" in section(shown, 12)) == ("coarse" not in speeds)
+
+
+def test_a_dead_end_that_was_refused_or_failed_under_force_is_told_apart(tmp_path: Path) -> None:
+    experiment = small(tmp_path, SMALL + TARGET + CLOSED)
+    for status, outcome in ((Status.DEAD_END, "CLOSED"), (Status.OOM, "OPEN")):
+        matrix = build_matrix(experiment, [record(cell("coarse", 6), status=status)], compose)
+        assert judge_target(matrix, experiment.targets[0]).aims[-1].outcome == outcome
+    alone = small(tmp_path, SMALL + TARGET.replace("{layers: 6}", "{path: coarse}") + CLOSED)
+    assert judge_target(build_matrix(alone, [], compose), alone.targets[0]).word == "OPEN", "nothing is reached where nothing is asked"
+
+
+@pytest.mark.parametrize(
+    ("since", "attempts", "told"),
+    [
+        ("", 1, "Criterion, fixed before the first run: "),
+        ("2026-07-31", 1, "Criterion, registered on 2026-07-31, before the first record of its cells (2026-08-01): "),
+        ("'2026-08-01'", 1, "Criterion, registered on 2026-08-01, the day of the first record of its cells: "),
+        ("2026-08-02", 1, "Criterion, registered on 2026-08-02, after the first record of its cells (2026-08-01): "),
+        ("2026-08-02", 0, "Criterion, registered on 2026-08-02, with no record of its cells yet: "),
+    ],
+)
+def test_a_criterion_says_when_it_was_registered(tmp_path: Path, since: str, attempts: int, told: str) -> None:
+    """An attempt that failed counts as one: it may have been what the criterion was made after."""
+    text = SMALL + (f"    since: {since}\n" if since else "")
+    past = [record(cell("fine", 6), status=Status.OOM), record(cell("coarse", 3), started_at="2020-01-01T00:00:00+00:00")]
+    matrix = build_matrix(small(tmp_path, text), past if attempts else past[1:], compose)
+    shown = section(text_of(matrix), 5)
+    assert told in shown and ("before the first run" in shown) == (not since)
+    assert (since.strip("'") in section(text_of(matrix, "zh"), 5)) if since else "首次运行前固定的判据" in text_of(matrix, "zh")
+
+
+def test_an_attempt_without_a_readable_time_dates_nothing(tmp_path: Path) -> None:
+    experiment = small(tmp_path, SMALL + "    since: 2026-08-02\n")
+    matrix = build_matrix(experiment, [record(cell("fine", 6), started_at="yesterday")], compose)
+    assert fixed(judge(matrix, experiment.hypotheses[0], EN), EN).endswith("with no record of its cells yet")
+
+
+@pytest.mark.parametrize("since", ["'2026-13-01'", "'2026-8-1'", "20260801", "soon", "2026-08-01 10:00:00", "[2026-08-01]"])
+def test_what_is_no_day_is_one_line(tmp_path: Path, since: str) -> None:
+    with pytest.raises(LabError, match=r"^experiments/small.yaml:13: hypotheses.0.since: .* is not a day; write it as YYYY-MM-DD$"):
+        small(tmp_path, SMALL + f"    since: {since}\n")
+
+
 def test_a_reported_figure_stands_beside_a_target_and_decides_nothing(experiment: Experiment) -> None:
     matrix = build_matrix(experiment, [], compose)
     results = [judge_target(matrix, experiment.targets[0])]
@@ -120,6 +227,14 @@ def test_faster_and_slower_need_the_statistics(experiment: Experiment, speed: fl
     records = [complete(cell("reference", 6), 0.0, speed=100.0), complete(cell("fine", 6), 0.1, speed=speed)]
     rows = {row[0]: row[1] for row in compare_speeds(build_matrix(experiment, records, compose), EN).rows}
     assert list(rows) == ["fine, 6 layers"] and rows["fine, 6 layers"].startswith(word)
+
+
+def test_a_difference_beside_a_comparison_is_said_below_the_table(experiment: Experiment) -> None:
+    warned = {**PROVENANCE, "machine_state": {"before": {"cpu_clocks": {"state": "warn", "found": "powersave"}}}}
+    records = [complete(cell("reference", 6), 0.0), complete(cell("fine", 6), 0.1, speed=120.0, provenance=warned)]
+    matrix = build_matrix(experiment, records, compose)
+    assert compare_speeds(matrix, EN).notes == ["fine, 6 layers and the reference also differ in machine_state.cpu_clocks (powersave / –)"]
+    assert "powersave / –" in section(text_of(matrix), 4)
 
 
 def test_no_speed_is_compared_with_a_gap(experiment: Experiment) -> None:
