@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 from lab.errors import LabError
 from lab.experiment_checks import findings
 from lab.marks import MarkedYaml
-from lab.registered import Account, Claim, DeadEnd, Hypothesis, ModelFact, Overrides, Plain, Question, Target, Text, _Strict, as_text
+from lab.registered import Account, Claim, DeadEnd, Hypothesis, ModelFact, NotOwed, Overrides, Plain, Question, Target, Text, _Strict, as_text
 
 
 class Experiment(_Strict):
@@ -33,6 +33,7 @@ class Experiment(_Strict):
     axes: dict[str, Annotated[tuple[Plain, ...], Field(min_length=1)]] = Field(default_factory=dict)
     cells: tuple[Overrides, ...] = ()
     metrics: tuple[str, ...] = Field(min_length=1)
+    not_owed: tuple[NotOwed, ...] = ()
     weights: dict[str, str] = Field(default_factory=dict)
     targets: tuple[Target, ...] = ()
     questions: tuple[Question, ...] = ()

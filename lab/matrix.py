@@ -22,6 +22,7 @@ from lab.experiment import Experiment
 from lab.metrics import METRICS
 from lab.plausibility import Flag, flags
 from lab.record import Gap, Record, Status
+from lab.registered import matches
 from lab.rows import Entry, Row, Unreadable
 from lab.soundness import refusals
 from lab.standing import NO_MARKS, Kind, Marks, age, standings, with_copies
@@ -92,6 +93,7 @@ def build_matrix(
             standings(by_hash.get(cell.hash, ()), marks, experiment.metrics, experiment.weights),
             tuple(u for u in lost if u.cell_id == cell.id),
             next((Closed(experiment, end).reason() for end in experiment.dead_ends if end.where and is_within(cell, end.where)), ""),
+            {metric: exempt.reason for exempt in experiment.not_owed if matches(point, exempt.where) for metric in exempt.metrics},
         )
         for cell, point in _expected(experiment, compose_cell)
     )
@@ -134,6 +136,8 @@ def _entry(row: Row, metric: str) -> Entry:
     record = row.current
     if record is not None and metric in record.metrics:
         return Entry(row, metric, record.metrics[metric], None)
+    if metric in row.not_owed:
+        return Entry(row, metric, None, Gap(status=Status.UNSUPPORTED, reason=f"not applicable: {row.not_owed[metric]}", fill=row.fill))
     if record is not None and metric in record.gaps:
         gap = record.gaps[metric]
         return Entry(row, metric, None, gap if gap.fill.strip() else gap.model_copy(update={"fill": row.fill}))

@@ -182,6 +182,14 @@ class DeadEnd(_Strict):
     where: Overrides = Field(default_factory=dict)
 
 
+class NotOwed(_Strict):
+    """Metrics that make no sense for the cells of `where`, and why: they are gaps that no command can fill."""
+
+    where: Overrides = Field(min_length=1)
+    metrics: tuple[str, ...] = Field(min_length=1)
+    reason: str = Field(min_length=1)
+
+
 class ModelFact(_Strict):
     """A fact of the stage that is no measurement: a size, a flag word, a setting; as text, with its source."""
 

@@ -7,7 +7,8 @@ others stay visible beside it.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -31,7 +32,7 @@ class Unreadable:
 class Row:
     """One expected cell: every attempt at it with its standing, oldest first, and its record files that cannot be read.
 
-    `closed` is why the experiment calls the cell a dead end; empty for the others.
+    `closed` is why the experiment calls the cell a dead end; empty for the others. `not_owed`: metrics that make no sense for it, each with the reason.
     """
 
     cell: Cell
@@ -39,6 +40,7 @@ class Row:
     standings: Standings
     unreadable: tuple[Unreadable, ...] = ()
     closed: str = ""
+    not_owed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def key(self) -> str:

@@ -372,3 +372,24 @@ def test_what_was_forced_past_a_dead_end_shows_its_numbers(tmp_path: Path) -> No
     matrix = build_matrix(small(tmp_path, CLOSED), [complete(cell("coarse", 6), 0.5)], compose)
     dead = next(row for row in matrix.rows if (row.cell.path.name, row.cell.layers) == ("coarse", 6))
     assert dead.status is Status.OK and matrix.entry(dead, "kld_mean").measurement is not None
+
+
+def test_what_a_cell_does_not_owe_is_a_gap_that_says_why(tmp_path: Path) -> None:
+    text = SMALL + "not_owed: [{where: {path: reference}, metrics: [kld_mean], reason: it is its own reference}]\n"
+    matrix = build_matrix(small(tmp_path, text), [], compose)
+    found = {row.cell.path.name: matrix.entry(row, "kld_mean").gap for row in matrix.rows if row.cell.layers == 3}
+    assert found["reference"] is not None and found["reference"].status is Status.UNSUPPORTED
+    assert found["reference"].reason == "not applicable: it is its own reference"
+    assert found["fine"] is not None and found["fine"].status is Status.NOT_RUN
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{where: {path: reference}, metrics: [load_s], reason: r}", "'load_s' is not among this experiment's metrics"),
+        ("{where: {path: nobody}, metrics: [ppl], reason: r}", "no expected cell matches"),
+    ],
+)
+def test_a_wrong_exemption_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(LabError, match=message):
+        small(tmp_path, SMALL + f"not_owed: [{line}]\n")
