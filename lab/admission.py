@@ -7,6 +7,8 @@ the others stand - but no speed stands beside invalid output. Passing says that 
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,11 +201,29 @@ def refusal_of(name: str, found: Measurement, result: WorkerResult) -> Refusal |
         return None
     if (found.unit, found.protocol) != (known.unit, known.protocol):
         return Status.NUMERIC_INVALID, f"measured in {found.unit} by {found.protocol}, but {name} is in {known.unit} by {known.protocol}"
-    if impossible := _impossible(name, found):
+    if impossible := _impossible(name, found) or _inconsistent(found):
         return Status.NUMERIC_INVALID, impossible
     if name in _NEVER_ZERO and found.value == 0:
         return Status.IMPLAUSIBLE, f"{name} of zero is a measurement that did not happen"
     return _implausible(name, found, result)
+
+
+def _inconsistent(found: Measurement) -> str | None:
+    """Which of its own parts a measurement contradicts, or None: a record that was edited or half written must not lead with the odd one."""
+    if found.stderr is not None and found.stderr < 0:
+        return f"a standard error of {found.stderr:.6g} is impossible"
+    bound = found.details.get("roofline_tok_s")
+    share = None if not isinstance(bound, int | float) or bound <= 0 else 100 * found.value / bound
+    if found.roofline_pct is not None and (found.roofline_pct < 0 or (share is not None and not math.isclose(found.roofline_pct, share, rel_tol=1e-6))):
+        return f"{found.roofline_pct:.6g} % of the bound is not what value and bound give"
+    if not found.samples:
+        return None
+    own = {"value": statistics.median(found.samples), "min": min(found.samples), "max": max(found.samples), "median": statistics.median(found.samples)}
+    for part, should in own.items():
+        has = getattr(found, part)
+        if has is not None and not math.isclose(has, should, rel_tol=1e-9):
+            return f"its {part} is {has:.6g}, its samples give {should:.6g}"
+    return None
 
 
 def _implausible(name: str, found: Measurement, result: WorkerResult) -> Refusal | None:

@@ -48,7 +48,7 @@ key, as printed by `show`, e.g. path.components.experts.codec=q2_levels or bench
   experiment=NAME a sweep over the cells that experiments/NAME.yaml expects; path=..., layers=... beside it choose among them
   --json          print the record (for a sweep: the list of records) as one JSON document on standard output, everything else on standard error
 
-Exit: 0 every cell OK, 3 at least one recorded gap, 2 wrong command or configuration (nothing was run), 130 interrupted."""
+Exit: 0 every cell OK (single metrics may be gaps), 3 a cell without any number, 2 wrong command or configuration (nothing was run), 130 interrupted."""
 
 SHOW_HELP = """python -m lab show [key=value ...]
 
@@ -133,7 +133,10 @@ def main(argv: Sequence[str]) -> int:
         say(f"error: {error}")
         return WRONG
     except KeyboardInterrupt:
-        say("interrupted before a measurement began; nothing was recorded")
+        if verb == "run":
+            say("interrupted before a measurement began; nothing was recorded")
+        else:
+            say(f"interrupted: what {verb} had written by then is kept; run it again for the rest, and `python -m lab import` brings MLflow up to date")
         return INTERRUPTED
     except BrokenPipeError:
         forget_stdout()

@@ -48,6 +48,8 @@ def plan(project: Project, words: Sequence[str], multirun: bool = False, with_co
     `with_codecs` also checks the codecs of components that were changed by hand, which imports torch: not where cells are only looked up.
     """
     given = parse(words)
+    if fixed := next((o for o in given if o.key_or_group in ("device.expect", "device.name")), None):
+        raise LabError(f"{fixed.key_or_group}: says which card the name of a device file means; add a file in conf/device instead")
     cells: dict[str, Cell] = {}
     force = False
     for single in expand(given, project.conf, multirun):

@@ -103,7 +103,7 @@ def _arguments(words: Sequence[str]) -> tuple[str, str]:
             raise LabError(f"{word}: unknown flag of `invalidate`; usage: {_INVALIDATE}")
         else:
             given.append(word)
-    if len(given) != 1 or "/" not in given[0]:
+    if len(given) != 1 or "/" not in given[0].rstrip("/"):
         raise LabError(f"name one attempt; usage: {_INVALIDATE}")
     reason = " ".join(" ".join(reasons).split())
     if len(reasons) != 1 or not reason:

@@ -29,7 +29,7 @@ class MarkedYaml:
             self._node = node if node is not None else yaml.MappingNode("", [], yaml.Mark("", 0, 0, 0, None, 0))
             self._refuse_repeated_keys(self._node)
             self.data: Any = yaml.safe_load(self.raw)
-        except (yaml.YAMLError, ValueError) as err:  # a ValueError: bytes that are no text, or a date that is none
+        except (yaml.YAMLError, ValueError, RecursionError) as err:  # a ValueError: bytes that are no text, or a date that is none
             mark = getattr(err, "problem_mark", None)
             problem = getattr(err, "problem", None) or str(err).splitlines()[0]
             raise LabError(f"{self.source}:{mark.line + 1 if mark else 1}: not valid YAML: {problem}") from err

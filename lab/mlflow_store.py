@@ -81,6 +81,14 @@ def client_for(uri: str) -> MlflowClient:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    file = sqlite_file(uri)
+    if file is not None and not file.exists():
+        # MLflow builds its schema in dozens of steps; a process that is ended among them would leave a file that nothing can repair.
+        for left in file.parent.glob(f".{file.name}-*.new"):
+            left.unlink(missing_ok=True)
+        aside = file.with_name(f".{file.name}-{os.getpid()}-{time.monotonic_ns()}.new")
+        MlflowClient(tracking_uri=f"sqlite:///{aside}").search_experiments(max_results=1)
+        aside.replace(file)
     return MlflowClient(tracking_uri=uri)
 
 

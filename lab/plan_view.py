@@ -28,6 +28,8 @@ GIB, GB, MB = 1 << 30, 10**9, 1 << 20
 _MULTIRUN = ("-m", "--multirun")
 _RATES = ("TG", "4-way", "PP512")
 _EVENLY = "requests spread evenly over experts and slots; real text repeats itself and may be faster"
+_MOST_GIB = 1e9
+"""A memory beyond this is a typing error, and would not fit a whole number of bytes."""
 _MEMORY = "--memory="
 
 
@@ -60,7 +62,7 @@ def _memories(words: Sequence[str]) -> list[float]:
             size = float(text)
         except ValueError:
             size = 0.0
-        if not 0 < size < float("inf"):
+        if not 0 < size < _MOST_GIB:
             raise LabError(f"{_MEMORY}{text}: a size in GiB above 0 is needed, e.g. {_MEMORY}32,104")
         sizes.append(size)
     return sizes

@@ -124,6 +124,14 @@ class Record(_Strict):
     finished_at: str
     elapsed_s: float
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_this_schema(cls, data: Any) -> Any:
+        schema = data.get("schema_version", RECORD_SCHEMA) if isinstance(data, dict) else RECORD_SCHEMA
+        if schema != RECORD_SCHEMA:
+            raise ValueError(f"schema_version {schema} is not {RECORD_SCHEMA}: written by another version of the lab")
+        return data
+
     @model_validator(mode="after")
     def _one_place_each(self) -> Self:
         both = sorted(self.metrics.keys() & self.gaps.keys())

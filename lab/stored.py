@@ -89,14 +89,19 @@ def record_text(record: Record) -> str:
 
 def write_atomic(file: Path, text: str) -> None:
     """Write `text` so that `file` is either absent, the old one or the whole new one, also after a power cut. Raises OSError."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from None  # the file meant, not the one beside it
     try:
         with os.fdopen(descriptor, "wb") as stream:
             write_through(stream, text.encode())
         os.chmod(name, 0o644)
         os.replace(name, file)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(file)) from None
         raise
     folder = os.open(file.parent, os.O_RDONLY)
     try:

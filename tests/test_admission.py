@@ -189,3 +189,21 @@ def test_ok_without_a_single_number_is_not_ok(cell: Cell) -> None:
 
 def test_a_gap_never_says_ok(cell: Cell) -> None:
     assert judge(cell, gaps={"load_s": (Status.OK, "")}).gaps["load_s"][0] is Status.NOT_RUN
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        ({"value": 999.0}, "its value is 999, its samples give 50.2"),
+        ({"min": 1.0}, "its min is 1"),
+        ({"stderr": -5.0}, "a standard error of -5 is impossible"),
+        ({"roofline_pct": -50.0}, "-50 % of the bound is not what"),
+        ({"roofline_pct": 5.0, "details": {"roofline_tok_s": 100.0}}, "5 % of the bound is not what value and bound give"),
+    ],
+)
+def test_a_number_that_contradicts_its_own_samples_is_no_headline(cell: Cell, edit: dict[str, Any], reason: str) -> None:
+    found = rate([50.0, 51.0, 49.0, 50.5, 50.2]).model_copy(update=edit)
+    decision = judge(cell, metrics={"tg128_tok_s": found, "load_s": Measurement(value=2.5, unit="s", protocol="load@1")})
+    assert "tg128_tok_s" not in decision.metrics
+    status, why = decision.gaps["tg128_tok_s"]
+    assert status is Status.NUMERIC_INVALID and reason in why

@@ -19,7 +19,7 @@ from lab.fallback import fallback_records
 from lab.history import invalidate_command
 from lab.locks import hold
 from lab.metrics import METRICS
-from lab.mlflow_store import EXPERIMENT, artifact_location, client_for, lock_file, tracking_uri
+from lab.mlflow_store import EXPERIMENT, artifact_location, client_for, lock_file, sqlite_file, tracking_uri
 from lab.project import Project
 from lab.record import Measurement, Status
 from lab.run_fields import params
@@ -459,3 +459,22 @@ def test_a_host_without_mlflow_measures_without_waiting(project: Project, monkey
     answer = Tracker(project).mirror(kept, 30.0)
     assert answer.error is not None and "No module named 'mlflow'" in answer.error
     assert time.monotonic() - started < 10.0
+
+
+def test_a_store_is_made_whole_or_not_at_all(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends while MLflow builds its schema must not leave a file that no later import can use."""
+
+    def ended(self: MlflowClient, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    client_for.cache_clear()
+    file = sqlite_file(tracking_uri(fresh_project))
+    assert file is not None and not file.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(MlflowClient, "search_experiments", ended)
+        with pytest.raises(KeyboardInterrupt):
+            client_for(tracking_uri(fresh_project))
+    assert not file.exists(), "the half-made store lies aside"
+    client_for.cache_clear()
+    assert client_for(tracking_uri(fresh_project)).search_experiments() and file.exists()
+    assert not list(file.parent.glob(".*.new"))

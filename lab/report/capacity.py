@@ -113,7 +113,15 @@ def capacity_table(matrix: Matrix, capacity: Capacity, lang: Language) -> Table:
 def _residency(matrix: Matrix, row: Row, ledger: Ledger, lang: Language) -> list[str]:
     """How many of a place's weights its budget is predicted to keep."""
     return [
-        lang("capacity.residency", cell=escape(named(matrix, row, lang)), where=kept.where, kept=kept.kept, total=kept.total, limit=escape(kept.limit))
+        lang(
+            "capacity.residency",
+            cell=escape(named(matrix, row, lang)),
+            where=kept.where,
+            what=kept.what,
+            kept=kept.kept,
+            total=kept.total,
+            limit=escape(kept.limit),
+        )
         for kept in ledger.residency
     ]
 

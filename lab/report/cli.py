@@ -54,7 +54,7 @@ def report_command(project: Project, words: Sequence[str]) -> int:
     with _collector_paused():
         matrix = load_matrix(project, name)
         seal = seal_of(matrix)
-        refuse_loss({project.short(file): file for file in reports.values()}, seal)
+        refuse_loss({project.short(file): file for file in reports.values()}, seal, matrix.totals.attempts - matrix.totals.elsewhere)
         written = build_report(matrix, folder, language, load_capacity(project, matrix))
     for path in written:
         print(project.short(path))

@@ -75,12 +75,13 @@ def read_seal(file: Path) -> Seal | None:
         return None
 
 
-def refuse_loss(reports: Mapping[str, Path], new: Seal) -> None:
+def refuse_loss(reports: Mapping[str, Path], new: Seal, attempts: int) -> None:
     """Raise LabError where one of the `reports` (by the name to call it) shows measured values, or may show some, and the new one has none.
 
+    `attempts` at the experiment's cells that are known here: with any, the report of now is the true one, also where all were invalidated.
     All languages count, whichever is written: they share their charts, and a chart without its values would be lost to every one.
     """
-    if new.measured:
+    if new.measured or attempts:  # attempts that were made here and no longer count must take their numbers down
         return
     for shown, file in reports.items():
         old = read_seal(file) if file.exists() else None

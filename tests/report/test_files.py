@@ -191,10 +191,10 @@ def test_only_measured_values_are_protected_from_a_report_without_any(tmp_path: 
         with pytest.raises(
             LabError, match=rf"^no record here fills a cell of small, and reports/small.md {what}; it is left as it is, with its charts: .*delete it"
         ) as refused:
-            refuse_loss({"reports/small.zh.md": tmp_path / "small.zh.md", "reports/small.md": file}, new)
+            refuse_loss({"reports/small.zh.md": tmp_path / "small.zh.md", "reports/small.md": file}, new, 0)
         assert "\n" not in str(refused.value)
     else:
-        refuse_loss({"reports/small.zh.md": tmp_path / "small.zh.md", "reports/small.md": file}, new)
+        refuse_loss({"reports/small.zh.md": tmp_path / "small.zh.md", "reports/small.md": file}, new, 0)
 
 
 def test_the_seal_is_read_back_and_a_spoilt_one_is_none(tmp_path: Path, experiment: Experiment) -> None:
@@ -227,3 +227,12 @@ def test_a_report_made_by_other_templates_or_before_there_were_seals_is_noticed(
             file.write("\n")
         found.append(maker_sha256.__wrapped__())
     assert len(set(found)) == 4
+
+
+def test_a_report_whose_attempts_were_all_withdrawn_may_take_its_numbers_down(tmp_path: Path) -> None:
+    file = tmp_path / "small.md"
+    file.write_text("a report without a seal\n")
+    nothing = seal_of(build_matrix(small(tmp_path), [], compose))
+    refuse_loss({"reports/small.md": file}, nothing, 1)
+    with pytest.raises(LabError, match="does not say what it shows"):
+        refuse_loss({"reports/small.md": file}, nothing, 0)
