@@ -17,6 +17,8 @@ from lab.report.tables import named
 _ONLY_IN_RECORD = frozenset({"command", "worker_argv", "lab_pid", "worker", "fill", "experiments"})
 """Recorded per process or for the findings, with paths of the machine in them: needed to trace one attempt, noise in a list over many."""
 
+_STATES = ("driver", "gpu_memory", "gpu_clocks", "load", "cpu_clocks")
+
 
 def shown_records(matrix: Matrix) -> list[Record]:
     """The records whose numbers the report prints."""
@@ -30,8 +32,15 @@ def origin(records: list[Record]) -> list[Fact]:
 
 def recorded(records: list[Record]) -> list[Fact]:
     """What else the records say of where they come from."""
-    sources = [{**record.provenance, "artifact": record.artifact} for record in records]
+    sources = [{**record.provenance, "machine_state": _state(record), "artifact": record.artifact} for record in records]
     return fold({key: value for key, value in source.items() if key not in _ONLY_IN_RECORD} for source in sources)
+
+
+def _state(record: Record) -> dict[str, str]:
+    """What of the machine's state moves a number, before and after: the rest (disks, stores, sizes) is of use beside the record itself."""
+    kept = record.provenance.get("machine_state") or {}
+    found = {f"{name} {when}": kept[when][name] for when in ("before", "after") for name in _STATES if name in (kept.get(when) or {})}
+    return {name: f"{check['state']}: {check['found']}" for name, check in found.items()}
 
 
 def record_table(matrix: Matrix, references: Mapping[str, str], lang: Language) -> Table:
