@@ -8,15 +8,14 @@ the others stand - but no speed stands beside invalid output. Passing says that 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lab.cell import Cell
-from lab.gates import passed
+from lab.gates import not_checked, passed
 from lab.metrics import CORE, METRICS
-from lab.record import GateResult, Measurement, Status, WorkerResult
+from lab.record import Gap, GateResult, Measurement, Status, WorkerResult
 
 MAX_ROOFLINE_PCT = 105.0
 """Above the physical bound by more than its own measuring error (5 %), a rate cannot be right."""
@@ -73,6 +72,10 @@ class Decision:
     notes: list[str] = field(default_factory=list)
     gates: list[GateResult] = field(default_factory=list)
     stopped_at: str = ""
+
+    def gaps_with(self, fill: str) -> dict[str, Gap]:
+        """The gaps as a record holds them; `fill` is the command that would fill each."""
+        return {name: Gap(status=status, reason=reason, fill=fill) for name, (status, reason) in self.gaps.items()}
 
 
 def refuse(status: Status, reason: str, unadmitted: dict[str, Measurement] | None = None) -> Decision:
@@ -165,7 +168,7 @@ def _gates(cell: Cell, decision: Decision, result: WorkerResult, refusals: dict[
     if parity:
         found.append(passed("parity", f"mean KLD {parity['kld_mean']:.3g} over {parity['tokens']} tokens"))
     else:
-        found.append(GateResult(gate="parity", outcome="not_checked", detail="the worker did not compare steps with the whole"))
+        found.append(not_checked("parity", "the worker did not compare steps with the whole"))
     rates = [name for name in result.metrics if name in METRICS and METRICS[name].unit in _TIMED_UNITS]
     missing = [name for name in decision.gaps if METRICS[name].unit in _TIMED_UNITS]
     found.append(_judged("speed", rates, missing))
@@ -176,9 +179,7 @@ def _gates(cell: Cell, decision: Decision, result: WorkerResult, refusals: dict[
 def _residency(cell: Cell) -> GateResult:
     """The gate whose evidence held. A server shows requests and answers; where its weights lie and what computes them it does not."""
     if cell.engine == "server":
-        return GateResult(
-            gate="residency", outcome="not_checked", detail="a server shows neither its weights nor its operations; requests, model and cache were checked"
-        )
+        return not_checked("residency", "a server shows neither its weights nor its operations; requests, model and cache were checked")
     return passed("residency")
 
 
@@ -191,7 +192,7 @@ def _numeric(result: WorkerResult, refusals: dict[str, Refusal]) -> GateResult:
 def _judged(gate: str, judged: list[str], refused: list[str]) -> GateResult:
     if refused:
         return GateResult(gate=gate, outcome="partly", detail="; ".join(refused))
-    return passed(gate) if judged else GateResult(gate=gate, outcome="not_checked", detail="nothing was measured that it judges")
+    return passed(gate) if judged else not_checked(gate, "nothing was measured that it judges")
 
 
 def refusal_of(name: str, found: Measurement, result: WorkerResult) -> Refusal | None:
@@ -218,9 +219,9 @@ def _inconsistent(found: Measurement) -> str | None:
         return f"{found.roofline_pct:.6g} % of the bound is not what value and bound give"
     if not found.samples:
         return None
-    own = {"value": statistics.median(found.samples), "min": min(found.samples), "max": max(found.samples), "median": statistics.median(found.samples)}
-    for part, should in own.items():
-        has = getattr(found, part)
+    own = Measurement.from_samples(found.samples, found.unit, found.protocol)
+    for part in ("value", "min", "max", "median"):
+        has, should = getattr(found, part), getattr(own, part)
         if has is not None and not math.isclose(has, should, rel_tol=1e-9):
             return f"its {part} is {has:.6g}, its samples give {should:.6g}"
     return None

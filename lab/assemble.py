@@ -17,7 +17,7 @@ from lab.child import KILLED_FOR_MEMORY
 from lab.devices import is_expected
 from lab.events import Outcome
 from lab.gates import complete
-from lab.record import Gap, GateResult, Record, Status, WorkerResult
+from lab.record import GateResult, Record, Status, WorkerResult
 
 _SAME_CARD = 0.9
 """Drivers keep a few percent of a card's memory for themselves; the next smaller card of a family has far less."""
@@ -63,7 +63,7 @@ def assemble(
         status=decision.status,
         reason=decision.reason,
         metrics=decision.metrics,
-        gaps={name: Gap(status=s, reason=r, fill=fill) for name, (s, r) in decision.gaps.items()},
+        gaps=decision.gaps_with(fill),
         notes=[*said, *notes],
         gates=complete([*gates, *decision.gates], decision.status, decision.reason, decision.stopped_at),
         evidence=evidence,
@@ -77,8 +77,7 @@ def as_infra(record: Record, reason: str) -> Record:
     kept = {name: m.model_dump(mode="json") for name, m in record.metrics.items()}
     decision = refuse(Status.INFRA, f"{reason} while writing the record; the cell had ended as {record.status}")
     evidence = {**record.evidence, "unadmitted_metrics": {**record.evidence.get("unadmitted_metrics", {}), **kept}}
-    fill = record.provenance["fill"]
-    gaps = {name: Gap(status=s, reason=r, fill=fill) for name, (s, r) in decision.gaps.items()}
+    gaps = decision.gaps_with(record.provenance["fill"])
     changed = {"status": decision.status, "reason": decision.reason, "metrics": {}, "gaps": gaps, "evidence": evidence}
     return record.model_copy(update=changed)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lab.cell import Cell
-from lab.errors import GapError, LabError
+from lab.errors import GapError, LabError, flat
 from lab.record import Measurement, Status, WorkerResult
 
 
@@ -66,4 +66,4 @@ class Attempt(ABC):
 
 def one_line(error: BaseException) -> str:
     """The error's message in one line of at most 500 characters."""
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    return flat(error, 500) or type(error).__name__

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from lab.cell import COMPONENTS, Cell
 from lab.composition import changed, composed
 from lab.devices import auto_device
-from lab.errors import LabError
+from lab.errors import LabError, flat
 from lab.overrides import GROUPS, check_groups, check_keys, expand, hydra_words, is_plain_change, parse
 from lab.project import Project, find_project
 
@@ -147,9 +147,9 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
             raise LabError(f"{key}: unknown key; python -m lab show prints all keys") from None
         if first["type"] == "value_error":
             # Raised by a rule over several keys in `lab.cell`, which names them itself.
-            raise LabError(_one_line(first["ctx"]["error"])) from None
+            raise LabError(flat(first["ctx"]["error"])) from None
         shown = f"={first['input']}" if isinstance(first["input"], str | int | float) else ""
-        raise LabError(f"{key}{shown}: {_one_line(first['msg'])}") from None
+        raise LabError(f"{key}{shown}: {flat(first['msg'])}") from None
     unknown = sorted(cell.path.components.keys() - set(COMPONENTS))
     if unknown:
         raise LabError(f"path.components.{unknown[0]}: no such component; choose from {', '.join(COMPONENTS)}")
@@ -226,7 +226,3 @@ def _dotted(tree: Any, prefix: str = "") -> list[str]:
         keys.append(f"{prefix}{key}")
         keys.extend(_dotted(value, f"{prefix}{key}."))
     return keys
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300]

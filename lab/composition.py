@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lab.errors import LabError
+from lab.errors import LabError, flat
 
 
 def changed(conf: Path, chosen: tuple[str, ...], values: Sequence[Override]) -> dict[Any, Any]:
@@ -34,7 +34,7 @@ def changed(conf: Path, chosen: tuple[str, ...], values: Sequence[Override]) -> 
         for override in values:
             OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
     except OmegaConfBaseException as error:
-        raise LabError(f"configuration: {_one_line(error)}") from None
+        raise LabError(f"configuration: {flat(error)}") from None
     return _resolved(config)
 
 
@@ -53,17 +53,13 @@ def _composition(conf: Path, words: tuple[str, ...]) -> DictConfig:
         with initialize_config_dir(str(conf), version_base="1.3"):
             return hydra_compose("config", overrides=list(words))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise LabError(f"configuration: {_one_line(error)}") from None
+        raise LabError(f"configuration: {flat(error)}") from None
 
 
 def _resolved(config: DictConfig) -> dict[Any, Any]:
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise LabError(f"configuration: {_one_line(error)}") from None
+        raise LabError(f"configuration: {flat(error)}") from None
     assert isinstance(plain, dict)
     return plain
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300]

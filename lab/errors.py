@@ -23,3 +23,8 @@ class GapError(Exception):
         super().__init__(reason)
         self.status = status
         self.reason = reason
+
+
+def flat(text: object, most: int = 300) -> str:
+    """`text` as one line of at most `most` characters: messages of libraries come in several."""
+    return " ".join(str(text).split())[:most]

@@ -34,16 +34,16 @@ def findings(experiment: Experiment, stem: str) -> Iterator[Finding]:
             yield ("metrics", index), f"unknown metric '{metric}'; choose from: {', '.join(METRICS)}"
         if metric in experiment.metrics[:index]:
             yield ("metrics", index), f"'{metric}' is listed twice"
+    points = experiment.points()
     for index, exempt in enumerate(experiment.not_owed):
         for position, metric in enumerate(exempt.metrics):
             if metric not in experiment.metrics:
                 yield ("not_owed", index, "metrics", position), f"'{metric}' is not among this experiment's metrics"
-        if not any(matches(point, exempt.where) for point in experiment.points()):
+        if not any(matches(point, exempt.where) for point in points):
             yield ("not_owed", index, "where"), "no expected cell matches"
     for model, digest in experiment.weights.items():
         if not _SHA256.fullmatch(digest):
             yield ("weights", model), "must be a sha256 in 64 lower-case hex digits"
-    points = experiment.points()
     if not points:
         yield ("axes",), "the experiment expects no cell; give 'axes' or 'cells'"
     for repeated in (p for p, n in Counter(tuple(sorted(p.items())) for p in points).items() if n > 1):

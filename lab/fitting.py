@@ -13,7 +13,7 @@ from typing import Any
 from lab.capacity import NoLedger, capacity_evidence, estimate_with_memory, judge, ledgers, machine_memory, past_ooms
 from lab.cell import Cell
 from lab.errors import GapError
-from lab.gates import forced, passed
+from lab.gates import forced, not_checked, passed
 from lab.project import Project
 from lab.record import GateResult, Status
 from lab.store import RECORD, Stored, load_attempt
@@ -28,7 +28,7 @@ def capacity_gate(project: Project, cell: Cell, force: bool) -> tuple[GateResult
     """The gate's result and what the record keeps under `evidence["capacity"]`. Raises GapError (OOM_PREDICTED) for a misfit that is not forced."""
     ledger = ledgers(project, [cell])[cell.hash]
     if isinstance(ledger, NoLedger):
-        return GateResult(gate="capacity", outcome="not_checked", detail=ledger.reason), {}
+        return not_checked("capacity", ledger.reason), {}
     device, host = machine_memory(project, cell)
     estimates = estimate_with_memory(ledger, past_ooms(_relatives(project, cell)))
     verdict = judge(ledger, device, host, estimates)
@@ -36,7 +36,7 @@ def capacity_gate(project: Project, cell: Cell, force: bool) -> tuple[GateResult
     kept = capacity_evidence(ledger, device, host) | raised
     said = verdict.sentence + (f"; the estimate was {estimates.reason}" if estimates.reason else "")
     if verdict.fits is None:
-        return GateResult(gate="capacity", outcome="not_checked", detail=said), kept
+        return not_checked("capacity", said), kept
     if verdict.fits:
         return passed("capacity", said), kept
     if force:

@@ -37,6 +37,11 @@ def passed(gate: str, detail: str = "") -> GateResult:
     return GateResult(gate=gate, outcome="passed", detail=detail)
 
 
+def not_checked(gate: str, detail: str = "") -> GateResult:
+    """The gate had nothing to judge, or nothing to judge by."""
+    return GateResult(gate=gate, outcome="not_checked", detail=detail)
+
+
 def forced(gate: str, detail: str) -> GateResult:
     """The gate said no, and the command went on all the same."""
     return GateResult(gate=gate, outcome="forced", detail=detail)
@@ -56,5 +61,5 @@ def complete(known: Iterable[GateResult], status: Status, reason: str, stopped_a
         elif stop is not None and GATES.index(gate) > GATES.index(stop):
             results.append(GateResult(gate=gate, outcome="not_reached"))
         else:
-            results.append(found.get(gate) or GateResult(gate=gate, outcome="not_checked"))
+            results.append(found.get(gate) or not_checked(gate))
     return results

@@ -20,7 +20,7 @@ from lab.cell import Cell
 from lab.fallback import fallback_records
 from lab.locks import hold, is_locked
 from lab.project import say
-from lab.record import Gap, Record, Status
+from lab.record import Record, Status
 from lab.standing import record_id
 from lab.store import LOG, RECORD, RESERVE, RUNNING, Store, Stored, load_record, wait_on
 
@@ -109,7 +109,7 @@ def _crashed(folder: Path, skeleton: dict[str, Any], attempt: int, reason: str, 
         attempt=attempt,
         status=Status.CRASHED,
         reason=reason,
-        gaps={name: Gap(status=s, reason=r, fill=fill) for name, (s, r) in refuse(Status.CRASHED, reason).gaps.items()},
+        gaps=refuse(Status.CRASHED, reason).gaps_with(fill),
         notes=["closed by a later lab process; finished_at is the last sign of life", *notes],
         finished_at=_moment(sign_of_life),
         elapsed_s=max(0.0, round(sign_of_life - datetime.fromisoformat(skeleton["started_at"]).timestamp(), 3)),

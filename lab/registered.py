@@ -221,11 +221,6 @@ class Account(_Strict):
     remark: Text | None = None
 
 
-def known_units(quantity: str) -> str | None:
-    """The unit of a reported quantity, or None for an unknown one. Names of our metrics are no quantities: a claim has its own protocol."""
-    return QUANTITIES[quantity].unit if quantity in QUANTITIES else None
-
-
 def matches(point: Mapping[str, str], where: Mapping[str, str | int | float | bool]) -> bool:
     """True when the cell's overrides agree with every key of `where`."""
     return all(point.get(key) == as_text(value) for key, value in where.items())

@@ -25,12 +25,12 @@ from lab.cell import Cell
 from lab.checks import machine_checks, sampled
 from lab.child import run_child
 from lab.dead_ends import registered_files
-from lab.errors import GapError, LabError
+from lab.errors import GapError, LabError, flat
 from lab.events import Outcome
 from lab.fallback import write_fallback
 from lab.fill import fill_command
 from lab.fitting import capacity_gate
-from lab.gates import passed
+from lab.gates import not_checked, passed
 from lab.locks import GaveUpError, hold
 from lab.preflight import Clearance, clear
 from lab.project import Project, say
@@ -137,10 +137,10 @@ class Runner:
                 record = self._record(skeleton, attempt.number, refuse(gap.status, gap.reason), gates=gates)
             except LabError as error:
                 # Found before the sweep began, this would have been exit 2; now it is this cell's gap, and the others go on.
-                record = self._record(skeleton, attempt.number, refuse(Status.INFRA, f"changed since the start: {_one_line(error)}"), gates=gates)
+                record = self._record(skeleton, attempt.number, refuse(Status.INFRA, f"changed since the start: {flat(error)}"), gates=gates)
             except BaseException as error:
                 # A bug of the lab itself: it keeps its traceback, and the attempt its record.
-                bug = refuse(Status.CRASHED, f"the lab itself failed: {type(error).__name__}: {_one_line(error)}")
+                bug = refuse(Status.CRASHED, f"the lab itself failed: {type(error).__name__}: {flat(error)}")
                 self._store(attempt, self._record(skeleton, attempt.number, bug, gates=gates))
                 raise
             return self._store(attempt, record)
@@ -165,7 +165,7 @@ class Runner:
             if check.state == "warn":
                 say(f"  warning: {check.name}: {check.found}")
         if cell.engine == "server":
-            return [GateResult(gate=gate, outcome="not_checked", detail="the server's own files and memory") for gate in ("artifact", "capacity")]
+            return [not_checked(gate, "the server's own files and memory") for gate in ("artifact", "capacity")]
         fits, kept = capacity_gate(self.project, cell, force)
         skeleton["evidence"] = {"capacity": kept} if kept else {}
         return [passed("artifact", f"sha256 {str(artifact.get('sha256'))[:12]}"), fits]
@@ -236,8 +236,4 @@ def _progress(name: str, detail: str, elapsed_s: float) -> None:
 
 
 def _reason(error: OSError) -> str:
-    return "disk full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else _one_line(error.strerror or error)
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())[:300]
+    return "disk full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else flat(error.strerror or error)

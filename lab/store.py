@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lab.cell import Cell
+from lab.errors import flat
 from lab.locks import hold, is_locked, try_lock
 from lab.record import Record
 from lab.standing import Mark, age, record_id
@@ -192,7 +193,7 @@ class Store:
             try:
                 found.append(known.get(file) or load_attempt(file))
             except (OSError, ValueError) as error:
-                bad.append((file, " ".join(str(error).split())[:200]))  # one spoilt file must not hide the others
+                bad.append((file, flat(error, 200)))  # one spoilt file must not hide the others
         return found, bad
 
     def records(self) -> list[Stored]:

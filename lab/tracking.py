@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 
+from lab.errors import flat
 from lab.mlflow_store import EXPERIMENT, Turn, all_runs, get_run, tracking_uri
 from lab.project import Project, say
 from lab.provenance import utc_now
@@ -269,4 +270,4 @@ def _millis(time_text: str) -> int:
 
 def one_line(error: Exception) -> str:
     """What the store raised, as one line of moderate length."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return flat(f"{type(error).__name__}: {error}", 200)
