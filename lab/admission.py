@@ -22,7 +22,7 @@ MAX_ROOFLINE_PCT = 105.0
 MIN_REPEATS = 5
 """As many as a bench must have (`lab.cell.BenchSpec`)."""
 _TIMED_UNITS = ("tok/s",)
-_OUTPUT = ("ppl", "bits_per_byte", "kld_mean", "kld_p99", "top1_agreement", "corpus_nll_mean")
+_OUTPUT = ("ppl", "bits_per_byte", "kld_mean", "kld_p99", "top1_agreement", "corpus_nll_mean", "ppl_llama_half")
 """Metrics made from the model's output: an invalid one among them makes every speed of the attempt meaningless."""
 
 _NEVER_ZERO = ("load_s", "resident_bytes", "peak_memory_bytes", "decode_bytes_per_token")
@@ -53,6 +53,7 @@ _POSSIBLE: dict[str, tuple[float | None, float | None]] = {
     "verify_max_rel_err": (0.0, None),
     "gemm_share": (0.0, 1.0),
     "corpus_nll_mean": (0.0, None),
+    "ppl_llama_half": (1.0, None),
     "nll_rel_diff": (0.0, None),
 }
 

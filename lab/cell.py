@@ -30,6 +30,8 @@ class ModelSpec(_Frozen):
     trained_depths: tuple[int, ...] = ()
     geometry: str = ""
     """A config.json with the model's sizes, for planning where the artifact is not at hand; the artifact's own counts when it is there."""
+    source: str = ""
+    """The artifact that divergence is measured against, where it is another one than `artifact`: the model before it was converted."""
 
 
 class ComponentPlan(_Frozen):
@@ -38,6 +40,10 @@ class ComponentPlan(_Frozen):
     codec: str
     placement: Literal["device", "host", "tiered", "cpu_cold"] = "device"
     options: dict[str, Any] = Field(default_factory=dict)
+    assumed: str = ""
+    """For planning: the codec that stands in for `source` where the file is not at hand."""
+    assumed_down: str = ""
+    """The same for the experts' down matrices, whose short rows some types do not fit."""
 
 
 class EvidenceRule(_Frozen):
@@ -75,6 +81,8 @@ class PathSpec(_Frozen):
     reference: bool = False
     unsupported: str | None = None
     server: ServerSpec | None = None
+    format: Literal["gguf", "vqf"] | None = None
+    """The kind of file that this path runs; None: any that the engine reads."""
 
 
 class BenchSpec(_Frozen):
@@ -87,6 +95,9 @@ class BenchSpec(_Frozen):
     warmup: int = Field(ge=1)
     repeats: int = Field(ge=5)
     timeout_s: float = Field(gt=0)
+    llama_half_chunks: int = Field(default=0, ge=0)
+    """Chunks of `ppl/llama-half@1` (lab.measure.llama_half); 0: not measured."""
+    llama_half_context: int = Field(default=512, gt=3)
 
     @model_validator(mode="after")
     def _windows_overlap(self) -> Self:
@@ -141,7 +152,7 @@ class Cell(_Frozen):
     def identity(self) -> dict[str, Any]:
         """The fields that define the measurement: no titles, no time allowed, no figures for planning.
 
-        Fields that came later (`placement`, `mode`, `path.server`) count only when set, so that cells measured before keep their hash.
+        Fields that came later (`placement`, `mode`, `path.server`, ...) count only when set, so that cells measured before keep their hash.
         """
         data = self.model_dump(mode="json")
         data["path"].pop("title")
@@ -154,6 +165,16 @@ class Cell(_Frozen):
             data.pop("placement")
         if self.mode == "auto":
             data.pop("mode")
+        if not self.model.source:
+            data["model"].pop("source")
+        if self.path.format is None:
+            data["path"].pop("format")
+        if not self.bench.llama_half_chunks:
+            data["bench"].pop("llama_half_chunks")
+            data["bench"].pop("llama_half_context")
+        for component in data["path"]["components"].values():
+            component.pop("assumed")
+            component.pop("assumed_down")
         return data
 
     @property
@@ -164,4 +185,5 @@ class Cell(_Frozen):
     @property
     def id(self) -> str:
         """Short readable name, unique per hash: folder name in `runs/`, MLflow run name, report row."""
-        return f"{self.model.name}-{self.path.name}-L{self.layers}-{self.device.name}-{self.bench.name}-{self.hash[:8]}"
+        engine = "" if self.engine in ("local", "server") else f"-{self.engine}"
+        return f"{self.model.name}-{self.path.name}-L{self.layers}-{self.device.name}-{self.bench.name}{engine}-{self.hash[:8]}"

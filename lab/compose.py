@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
 from pydantic import ValidationError
@@ -24,11 +24,14 @@ from lab.errors import LabError, flat
 from lab.overrides import GROUPS, check_groups, check_keys, expand, hydra_words, is_plain_change, parse
 from lab.project import Project, find_project
 
-ENGINES = ("local", "server")
+ENGINES = ("local", "llama_cpp", "server")
 """What can execute a cell. engine=auto is `server` for a path that names one, else `local`."""
 
 ARCHITECTURES = ("qwen4_exp", "qwen3", "qwen3_moe", "llama")
 """Model architectures that can be named, planned and registered (`model.arch`); which of them an engine has code for is for preflight to say."""
+
+AUTO_ARCH = "auto"
+"""`model.arch` of a model that is whatever its GGUF file says."""
 
 _SETTINGS = ("force",)
 """Top-level keys that steer the run and are no part of a cell."""
@@ -47,7 +50,7 @@ def plan(project: Project, words: Sequence[str], multirun: bool = False, with_co
 
     `with_codecs` also checks the codecs of components that were changed by hand, which imports torch: not where cells are only looked up.
     """
-    given = parse(words)
+    given = _with_model(parse(words))
     if fixed := next((o for o in given if o.key_or_group in ("device.expect", "device.name")), None):
         raise LabError(f"{fixed.key_or_group}: says which card the name of a device file means; add a file in conf/device instead")
     cells: dict[str, Cell] = {}
@@ -69,17 +72,20 @@ def compose_cells(words: Sequence[str], project: Project | None = None) -> list[
 
 def known_keys(project: Project, words: Sequence[str]) -> tuple[str, ...]:
     """The dotted keys of the configuration that the choices among `words` compose to; only these can be overridden without a `+`."""
-    return _keys(project.conf.resolve(), _chosen(project, parse(words)))
+    return _keys(project.conf.resolve(), _chosen(project, _with_model(parse(words))))
 
 
-def sizes_file(project: Project, artifact: str, geometry: str) -> Path | None:
-    """The file that holds a model's sizes: the artifact's config.json, else the geometry for planning, else None.
+def sizes_file(project: Project, artifact: str, geometry: str, source: str = "") -> Path | None:
+    """The file that holds a model's sizes: the artifact itself where it is a GGUF file, its config.json, that of `source`, the geometry for planning, or None.
 
     Raises LabError for a geometry that is named and not there.
     """
-    own = project.path(artifact) / "config.json"
-    if own.is_file():
-        return own
+    whole = project.path(artifact)
+    if whole.suffix == ".gguf" and whole.is_file():
+        return whole
+    for folder in filter(None, (artifact, source)):
+        if (own := project.path(folder) / "config.json").is_file():
+            return own
     if not geometry:
         return None
     if not project.path(geometry).is_file():
@@ -87,11 +93,13 @@ def sizes_file(project: Project, artifact: str, geometry: str) -> Path | None:
     return project.path(geometry)
 
 
-def model_layers(project: Project, artifact: str, geometry: str = "") -> int | None:
+def model_layers(project: Project, artifact: str, geometry: str = "", source: str = "") -> int | None:
     """Number of layers in the model's `sizes_file`, or None where there is none. Raises LabError if that file names no number."""
-    file = sizes_file(project, artifact, geometry)
+    file = sizes_file(project, artifact, geometry, source)
     if file is None:
         return None
+    if file.suffix == ".gguf":
+        return gguf_header(file).layers
     try:
         data = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -101,6 +109,34 @@ def model_layers(project: Project, artifact: str, geometry: str = "") -> int | N
     if not isinstance(layers, int) or layers < 1:
         raise LabError(f"{project.short(file)}: num_hidden_layers is missing or not a positive number")
     return layers
+
+
+class GgufHeader(NamedTuple):
+    """What composition needs of a GGUF file; `arch` in the lab's words."""
+
+    arch: str
+    layers: int
+    vocab_size: int
+
+
+def gguf_header(file: Path) -> GgufHeader:
+    """The header of a GGUF file. Raises LabError. Imports torch, which costs a second: for cells that name such a file only."""
+    return _gguf_header(file, file.stat().st_mtime_ns)
+
+
+@cache
+def _gguf_header(file: Path, changed_ns: int) -> GgufHeader:
+    from lab.artifacts.gguf_model import GgufArtifact
+
+    found = GgufArtifact(file)
+    config = found.config()
+    return GgufHeader(found.arch, config.num_layers, config.vocab_size)
+
+
+def _with_model(given: list[Override]) -> list[Override]:
+    """With model=gguf where a GGUF file is given and no model: it says itself what it is."""
+    files = [o for o in given if o.key_or_group == "artifact" and str(o.input_line).rstrip("'\"").endswith(".gguf")]
+    return [*parse(["model=gguf"]), *given] if files and not any(o.key_or_group == "model" for o in given) else given
 
 
 def _config(project: Project, overrides: Sequence[Override]) -> dict[str, Any]:
@@ -135,8 +171,9 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
     geometry = model.get("geometry", "")
     if not isinstance(geometry, str):
         raise LabError("model.geometry: must be the path of a config.json, or left out")
+    config["model"] = model = _with_artifact(project, model, config.pop("artifact", None))
     config["engine"] = _engine(config)
-    total = model_layers(project, model["artifact"], geometry)
+    total = model_layers(project, model["artifact"], geometry, str(model.get("source", "")))
     config["layers"] = _layers(config.get("layers"), str(model.get("name")), model["artifact"], total)
     try:
         cell = Cell.model_validate(config)
@@ -161,6 +198,8 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
     if (cell.engine == "server") != (cell.path.server is not None):
         named = f"path {cell.path.name} names {'a' if cell.path.server else 'no'} server"
         raise LabError(f"engine={cell.engine}: {named}; use engine=auto, or a path with a server: block for engine=server")
+    if cell.engine == "llama_cpp" and cell.path.format != "gguf":
+        raise LabError(f"engine=llama_cpp: runs GGUF files, and path {cell.path.name} does not; use path=gguf_plugin artifact=FILE.gguf")
     if cell.model.arch not in ARCHITECTURES:
         raise LabError(f"model.arch={cell.model.arch}: no such architecture; choose one of: {', '.join(ARCHITECTURES)}")
     _check_names(project, cell)
@@ -168,6 +207,23 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
         untold = f"the server of path {cell.path.name} is not told how many layers to keep"
         raise LabError(f"layers={cell.layers}: {untold}, so it runs all {total}; use layers={total}")
     return cell
+
+
+def _with_artifact(project: Project, model: dict[str, Any], given: Any) -> dict[str, Any]:
+    """The model with the files of `artifact=`, its own becoming what divergence is measured against; and with the architecture that a GGUF file names."""
+    if given is not None and (not isinstance(given, str) or not given):
+        raise LabError(f"artifact={given}: must be the path of the model's files")
+    if given is not None and given != model["artifact"]:
+        model = {**model, "artifact": given, "source": model.get("source") or model["artifact"]}
+    if not model["artifact"]:
+        raise LabError(f"model={model.get('name')}: name its file with artifact=FILE.gguf")
+    if model.get("arch") == AUTO_ARCH:
+        file = project.path(model["artifact"])
+        if file.suffix != ".gguf" or not file.is_file():
+            what = "no such file" if not file.exists() else "not a .gguf file"
+            raise LabError(f"{model['artifact']}: {what}; model={model.get('name')} takes its architecture from a GGUF file (artifact=FILE.gguf)")
+        model = {**model, "arch": gguf_header(file).arch}
+    return model
 
 
 def _engine(config: dict[str, Any]) -> Any:

@@ -12,19 +12,24 @@ from typing import Any
 
 from lab.cell import Cell, EvidenceRule
 from lab.engines import server_evidence
+from lab.engines.llama_cpp import evidence as llama_cpp_evidence
 from lab.record import Status
 
 Finding = tuple[Status, str]
 
 _REQUIRED = ("ops", "resident", "component_layers", "layers", "source_codecs", "weights", "rows_per_token", "tokens_forwarded")
-_ALWAYS = ("experts", "trunk", "head")
+_ALWAYS = ("trunk", "head")
 """Components no model is without; the n-gram table can be absent at a small depth."""
+_EXPERTS = {("experts", "qwen4_exp"), ("experts", "qwen3_moe")}
+"""Dense models have none."""
 
 
 def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
     """Findings against the cell's path, worst first; empty when the evidence holds. `evidence` is the worker's (see `lab.engines.local_attempt`)."""
     if cell.engine == "server":
         return server_evidence.check(cell, evidence)
+    if cell.engine == "llama_cpp":
+        return llama_cpp_evidence.check(cell, evidence)
     if missing := [key for key in _REQUIRED if key not in evidence]:
         return [(Status.PATH_NOT_EXECUTED, f"the worker reported no {', '.join(missing)}: nothing shows that the path ran")]
     if evidence["layers"] != cell.layers:
@@ -42,7 +47,7 @@ def _check_rule(cell: Cell, rule: EvidenceRule, evidence: dict[str, Any]) -> lis
     layers = evidence["component_layers"].get(rule.component, [])
     if not layers:
         absent = (Status.PATH_NOT_EXECUTED, f"{rule.component}: the model that ran has no such component")
-        return [absent] if rule.component in _ALWAYS else []
+        return [absent] if rule.component in _ALWAYS or (rule.component, cell.model.arch) in _EXPERTS else []
     allowed = set(evidence["source_codecs"].get(rule.component, [])) if rule.op == "source" else {rule.op}
     device = _device(cell, rule.component)
     findings = []

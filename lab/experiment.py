@@ -23,7 +23,8 @@ from lab.registered import Account, Claim, DeadEnd, Hypothesis, ModelFact, NotOw
 class Experiment(_Strict):
     """A pre-registered matrix. Expected cells are the product of `axes`, then `cells`, each on top of the common `overrides`.
 
-    `weights` pins the sha256 of a model's files: records of other weights under the same name are then no longer current.
+    `weights` pins the sha256 of a model's files: records of other weights under the same name are then no longer current. `baseline` picks the cells that
+    speeds are set against, where it is not the reference path: of each model, depth, device and bench the one cell that matches.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Experiment(_Strict):
     metrics: tuple[str, ...] = Field(min_length=1)
     not_owed: tuple[NotOwed, ...] = ()
     weights: dict[str, str] = Field(default_factory=dict)
+    baseline: Overrides = Field(default_factory=dict)
     targets: tuple[Target, ...] = ()
     questions: tuple[Question, ...] = ()
     hypotheses: tuple[Hypothesis, ...] = ()

@@ -41,6 +41,8 @@ def findings(experiment: Experiment, stem: str) -> Iterator[Finding]:
                 yield ("not_owed", index, "metrics", position), f"'{metric}' is not among this experiment's metrics"
         if not any(matches(point, exempt.where) for point in points):
             yield ("not_owed", index, "where"), "no expected cell matches"
+    if experiment.baseline and not any(matches(point, experiment.baseline) for point in points):
+        yield ("baseline",), "no expected cell matches"
     for model, digest in experiment.weights.items():
         if not _SHA256.fullmatch(digest):
             yield ("weights", model), "must be a sha256 in 64 lower-case hex digits"

@@ -27,7 +27,15 @@ def fill_words(project: Project, cell: Cell) -> tuple[str, ...]:
     """The overrides that compose to this cell, choices first."""
     words = [f"{key}={spec.name}" for key, spec in (("model", cell.model), ("path", cell.path))]
     words += [f"layers={cell.layers}", f"device={cell.device.name}", f"bench={cell.bench.name}"]
-    base = _composed(project, words)
+    files = f"artifact={_quoted(cell.model.artifact)}"
+    try:
+        base = _composed(project, words)
+    except LabError:  # a model that has no files of its own
+        words.append(files)
+        base = _composed(project, words)
+    if cell.model.source and cell.model.artifact != base.model.artifact:
+        words.append(files)  # the short word for both fields it sets
+        base = _composed(project, words)
     if base == cell:
         return tuple(words)
     known = known_keys(project, words)

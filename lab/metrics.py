@@ -46,6 +46,7 @@ _ALL = (
     Metric("greedy_compared_tokens", "tokens", "greedy@1", "neither", "Greedy ids compared", optional=True),
     Metric("verify_max_rel_err", "fraction", "verify@1", "lower", "Largest relative error of any product, device against CPU", optional=True),
     Metric("gemm_share", "fraction", "segments@1", "neither", "Share of time in matrix products", optional=True),
+    Metric("ppl_llama_half", "ppl", "ppl/llama-half@1", "lower", "Perplexity as llama-perplexity counts it", optional=True),
     Metric("corpus_nll_mean", "nat", "nll@1", "lower", "Mean NLL over the fixed passages, token-weighted", optional=True),
     Metric("nll_rel_diff", "fraction", "nll@1", "lower", "Relative difference of that NLL, device against CPU", optional=True),
 )

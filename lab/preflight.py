@@ -22,10 +22,11 @@ from lab.gates import forced, passed
 from lab.project import Project
 from lab.record import GateResult, Status
 
-LOCAL_ARCHITECTURES = ("qwen4_exp",)
+LOCAL_ARCHITECTURES = ("qwen4_exp", "llama", "qwen3", "qwen3_moe")
 """What the local engine has code for. Other architectures can be named, planned and registered."""
 
-Inspect = Callable[[Path], dict[str, Any]]
+Inspect = Callable[[Path, str], dict[str, Any]]
+"""(files, architecture) -> what they are."""
 
 
 @dataclass
@@ -76,13 +77,23 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], force: bool = Fal
         facts: dict[str, Any] = {"path": cell.model.artifact}
         if clear(project, cell, force).stop is None:
             if cell.engine != "server":  # a server has its own files, perhaps on another machine
-                facts |= look(project.path(cell.model.artifact))
+                _check_format(cell)
+                facts |= look(project.path(cell.model.artifact), cell.model.arch)
             layers = facts.get("layers")
             if isinstance(layers, int) and cell.layers > layers:
                 raise LabError(f"layers={cell.layers}: {cell.model.name} has {layers} layers; choose 1 to {layers}")
             facts["corpus_sha256"] = digest(project.path(cell.model.corpus), cell.model.corpus)
         found[cell.hash] = facts
     return found
+
+
+def _check_format(cell: Cell) -> None:
+    """Raises LabError where the path runs another kind of file than the artifact is."""
+    wanted, artifact = cell.path.format, cell.model.artifact
+    if wanted is None or artifact.endswith(f".{wanted}"):
+        return
+    make = f"python -m lab convert {artifact} {cell.model.name}.{wanted} --to {wanted}"
+    raise LabError(f"path={cell.path.name} runs {wanted.upper()} files, and {artifact} is none: give artifact=FILE.{wanted}, or make one with {make}")
 
 
 def _corpus_sha256(file: Path, name: str) -> str:
@@ -102,6 +113,6 @@ def _corpus_sha256(file: Path, name: str) -> str:
 
 
 def _inspect() -> Inspect:
-    from lab.artifacts import inspect
+    from lab.artifacts import open_artifact
 
-    return inspect
+    return lambda path, arch: open_artifact(path, arch).inspect()

@@ -104,10 +104,10 @@ def repairable_gaps(record: Record) -> list[str]:
 
 
 def code_sha256() -> str:
-    """sha256 (hex) over the names and contents of the package's Python files, read anew: they may change while a command waits."""
+    """sha256 (hex) over the names and contents of the package's source files, read anew: they may change while a command waits."""
     package = Path(__file__).resolve().parent
     digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
+    for file in sorted(f for f in package.rglob("*") if f.suffix in (".py", ".cpp", ".h")):
         content = file.read_bytes()
         digest.update(f"{file.relative_to(package).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)

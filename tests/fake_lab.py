@@ -33,7 +33,7 @@ class NoTracker(Tracker):
         return [Mirrored("none", "0", "now", error="left out in this test") for _ in records]
 
 
-def inspect(folder: Path) -> dict[str, Any]:
+def inspect(folder: Path, arch: str = "qwen4_exp") -> dict[str, Any]:
     """Accept any folder with a config.json."""
     if not (folder / "config.json").is_file():
         raise LabError(f"{folder.name}: no config.json")

@@ -12,7 +12,7 @@ import yaml
 from lab import devices
 from lab.cell import Cell
 from lab.codecs import create
-from lab.compose import ARCHITECTURES, compose_cells, plan
+from lab.compose import ARCHITECTURES, AUTO_ARCH, compose_cells, plan
 from lab.errors import LabError
 from lab.fill import fill_command, fill_words
 from lab.overrides import GROUPS, choices
@@ -90,7 +90,7 @@ def test_a_stride_below_the_context_composes(project: Project) -> None:
 
 
 def test_the_architectures_are_those_of_the_configuration() -> None:
-    assert {yaml.safe_load(file.read_text())["arch"] for file in (ROOT / "conf" / "model").glob("*.yaml")} <= set(ARCHITECTURES)
+    assert {yaml.safe_load(file.read_text())["arch"] for file in (ROOT / "conf" / "model").glob("*.yaml")} <= {*ARCHITECTURES, AUTO_ARCH}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_architectures_are_those_of_the_configuration() -> None:
         ("bench.repeats=2", r"bench\.repeats=2: .*greater than or equal to 5"),
         ("bench.repeats=many", r"bench\.repeats=many: .*integer"),
         ("device=gpu", "device=gpu: no such device.*cpu, cuda, .*auto"),
-        ("engine=warp", "engine=warp: no such engine; choose one of: auto, local, server"),
+        ("engine=warp", "engine=warp: no such engine; choose one of: auto, local, llama_cpp, server"),
         ("force=maybe", "force=maybe: must be true or false"),
         ("path.components.experts.codec=q9", r"path\.components\.experts: .*q9.*q2_g32"),
         ("path.components.experts.options.colour=red", r"path\.components\.experts: .*colour"),
@@ -171,6 +171,7 @@ def test_one_wrong_cell_stops_a_sweep_before_it_starts(project: Project) -> None
         ["path=expert_q2", "path.components.experts.codec=q2_levels", "bench.repeats=9", "bench.timeout_s=1e-2"],
         ["path=paiton_native", "model.artifact='/data/my models/it\\'s'", "layers=7"],
         ["path=tiered", "path.components.experts.options.note='a b, {c}: $HOME \"x\"'", "path.components.experts.options.n=3"],
+        ["path=gguf_plugin", "model=nano", "artifact=models/my.gguf", "engine=llama_cpp"],
         ["path=tiered", "path.components.experts.options.deep={a:[1,x,null,true],b:'1'}"],
         ["path=reference", "path.evidence=[{component:experts,op:bf16,residency:0.5}]"],
         ["path=reference", "path.title='12'", "+path.unsupported='not today'"],

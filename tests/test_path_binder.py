@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lab.artifacts import Checkpoint
+from lab.artifacts import Checkpoint, HfWeights
 from lab.cell import ComponentPlan
 from lab.counters import Counters
 from lab.engines.path_binder import PathBinder
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(folder: Path, **codecs: str | ComponentPlan) -> tuple[Qwen4Exp, PathBinder]:
     plan = {name: c if isinstance(c, ComponentPlan) else ComponentPlan(codec=c) for name, c in codecs.items()}
-    binder = PathBinder(Checkpoint(folder), plan, CPU, torch.float32, Counters())
+    binder = PathBinder(HfWeights(Checkpoint(folder)), plan, CPU, torch.float32, Counters())
     return Qwen4Exp(from_file(folder / "config.json"), binder), binder
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lab import provenance
 from lab.admission import decide
-from lab.artifacts import inspect
+from lab.artifacts import open_artifact
 from lab.engines.local import LocalEngine
 from lab.measure import throughput
 from lab.models.qwen4_exp.model import ModelState
@@ -55,12 +55,12 @@ def test_fault_1_no_identity_moves_with_times_or_memory(project: Project, tmp_pa
     assert (first.cell_hash, first.resume_key, first.artifact) == (second.cell_hash, second.resume_key, second.artifact)
 
     weights = Path(shutil.copytree(ROOT / "experiments" / "nano", tmp_path / "weights"))
-    before = inspect(weights)["sha256"]
+    before = open_artifact(weights, "qwen4_exp").inspect()["sha256"]
     for file in weights.iterdir():
         os.utime(file, (1e9, 1e9))
-    assert inspect(weights)["sha256"] == before
+    assert open_artifact(weights, "qwen4_exp").inspect()["sha256"] == before
     (weights / "config.json").write_text((weights / "config.json").read_text() + "\n")
-    assert inspect(weights)["sha256"] != before
+    assert open_artifact(weights, "qwen4_exp").inspect()["sha256"] != before
 
 
 @pytest.mark.parametrize("mode", ["self-test", "empty"])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lab.admission import decide
-from lab.artifacts import Checkpoint
+from lab.artifacts import Checkpoint, HfWeights
 from lab.cell import BenchSpec, Cell, ComponentPlan, DeviceSpec, EvidenceRule, ModelSpec, PathSpec
 from lab.codecs import create
 from lab.counters import Counters
@@ -50,7 +50,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sampled_text(folder: Path, lanes: int, steps: int) -> list[int]:
     """Text the random model itself would write; on any other text it is worse than guessing, which admission refuses."""
     config = from_file(folder / "config.json")
-    model = Qwen4Exp(config, PathBinder(Checkpoint(folder), {}, torch.device("cpu"), torch.float32, Counters()))
+    model = Qwen4Exp(config, PathBinder(HfWeights(Checkpoint(folder)), {}, torch.device("cpu"), torch.float32, Counters()))
     state, ids = model.new_state(lanes, steps, torch.device("cpu"), torch.float32), text_ids(lanes, 1)
     generator = torch.Generator().manual_seed(0)
     written = []

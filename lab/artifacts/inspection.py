@@ -7,6 +7,7 @@ fit the embedding. The digest covers weights, config and tokenizer, and joins th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +15,33 @@ from tokenizers import Tokenizer
 
 from lab.artifacts.checkpoint import Checkpoint
 from lab.errors import LabError
-from lab.models import inventory
-from lab.models.qwen4_exp.config import Qwen4ExpConfig, from_file
+from lab.models import ModelConfig, inventory
 
 _FLOATS = ("BF16", "F16", "F32")
 
 
-def inspect(folder: Path) -> dict[str, Any]:
-    """{format, layout, sha256, files, bytes, layers, vocab_size, tensors} of a checkpoint folder. Raises LabError in one line."""
-    if not folder.is_dir():
-        raise LabError(f"{folder}: no such artifact folder (model.artifact)")
-    config = from_file(folder / "config.json")
+def inspect_folder(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """{format, layout, sha256, files, bytes, layers, vocab_size, tensors} of a checkpoint folder with these sizes. Raises LabError in one line."""
     checkpoint = Checkpoint(folder)
     layout = _check_tensors(checkpoint, config)
     _check_tokenizer(folder, config)
     files = [folder / "config.json", folder / "tokenizer.json", *checkpoint.files]
-    digests = {f.name: _sha256(f) for f in files}
-    whole = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in sorted(digests.items())).encode()).hexdigest()
     return {
         "format": "safetensors",
         "layout": layout,
-        "sha256": whole,
-        "files": digests,
+        **digests(files),
         "bytes": sum(f.stat().st_size for f in files),
         "layers": config.num_layers,
         "vocab_size": config.vocab_size,
         "tensors": sum(1 for _ in checkpoint.names()),
     }
+
+
+def digests(files: Sequence[Path]) -> dict[str, Any]:
+    """{sha256 of all, files: {name: sha256}}: the same for the same contents under the same names, wherever they lie."""
+    each = {f.name: _sha256(f) for f in files}
+    whole = hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in sorted(each.items())).encode()).hexdigest()
+    return {"sha256": whole, "files": each}
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -54,7 +55,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise LabError(f"{path}: not a tokenizer ({error})") from None
 
 
-def _check_tokenizer(folder: Path, config: Qwen4ExpConfig) -> None:
+def _check_tokenizer(folder: Path, config: ModelConfig) -> None:
     tokenizer = load_tokenizer(folder)
     highest = max(tokenizer.get_vocab().values())
     if highest >= config.vocab_size:
@@ -63,7 +64,7 @@ def _check_tokenizer(folder: Path, config: Qwen4ExpConfig) -> None:
         raise LabError(f"{folder / 'tokenizer.json'}: the config's eos_token_id {config.eos_token_id} is no token of this tokenizer")
 
 
-def _check_tensors(checkpoint: Checkpoint, config: Qwen4ExpConfig) -> str:
+def _check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> str:
     """The expert layout. Raises LabError at the first tensor that is missing or has another shape."""
     wanted = inventory(config)
     shapes: dict[str, tuple[int, ...]] = {name: shape for name, (shape, _) in wanted.linears.items()}
@@ -92,7 +93,7 @@ def _check_tensors(checkpoint: Checkpoint, config: Qwen4ExpConfig) -> str:
     for name, value in wanted.constants.items():
         if (found := checkpoint.get(name).tolist()) != value:
             raise LabError(f"{checkpoint.folder}: {name} is {found}, but seed and sizes give {value}; integers read through a float lose digits")
-    return " and ".join(sorted(layouts))
+    return " and ".join(sorted(layouts)) or "dense"
 
 
 def _check_dtype(checkpoint: Checkpoint, name: str, scale: str, constant: bool = False) -> None:

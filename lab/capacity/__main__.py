@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lab.capacity.build import build
+from lab.capacity.build import build, build_of_file
 from lab.cell import Cell
 from lab.errors import LabError
 
@@ -20,14 +20,17 @@ _UNCOUNTABLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, Type
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """{ledger} or {reason} for one cell; `sizes` is the file with the model's sizes, `name` what to call it."""
-    name = question["name"]
+    """{ledger} or {reason} for one cell; `sizes` is the file with the model's sizes (config.json, or the weights in one file), `name` what to call it."""
+    name, sizes = question["name"], Path(question["sizes"])
+    data = None
+    if sizes.suffix == ".json":
+        try:
+            data = json.loads(sizes.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            return {"reason": f"{name}: not readable as JSON ({error})"}
     try:
-        data = json.loads(Path(question["sizes"]).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return {"reason": f"{name}: not readable as JSON ({error})"}
-    try:
-        return {"ledger": build(Cell.model_validate(question["cell"]), data, name).model_dump(mode="json")}
+        cell = Cell.model_validate(question["cell"])
+        return {"ledger": (build_of_file(cell, sizes) if data is None else build(cell, data, name)).model_dump(mode="json")}
     except LabError as error:
         return {"reason": str(error)}
     except _UNCOUNTABLE as error:

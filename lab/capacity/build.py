@@ -6,16 +6,18 @@ itself (`basis`, `notes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lab.capacity.inventory_sizes import FileEncoding, file_sizes
 from lab.capacity.ledger import ACCOUNT_PARTS, Experts, Ledger, Line, Place
 from lab.capacity.qwen4_exp import qwen4_exp_sizes
 from lab.capacity.sizes import TRANSFORMERS, ModelSizes, transformer_sizes
-from lab.capacity.storage import Stored, is_vqf, stored
+from lab.capacity.storage import Encoding, Stored, is_vqf, stored
 from lab.capacity.tiers import MB, Strips, Tier, expert_residency, has_strip, strips_of, tier_of
 from lab.capacity.traffic import Pass, Traffic, forward, rate_tok_s
 from lab.capacity.workspace import workspace
@@ -30,9 +32,17 @@ STATE_TOKENS, STATE_BATCH = 4096, 4
 
 def build(cell: Cell, data: dict[str, Any], where: str) -> Ledger:
     """The ledger of `cell`; `data` is the config.json at `where`. Raises LabError for sizes or codecs that do not go together."""
+    return _counted(cell, _sizes(cell, data, where, getattr(torch, cell.device.compute_dtype)), {})
+
+
+def build_of_file(cell: Cell, file: Path) -> Ledger:
+    """The ledger of `cell` whose weights are in one file, counted as it stores them. Raises LabError."""
+    return _counted(cell, *file_sizes(file, cell.model.arch, cell.layers, getattr(torch, cell.device.compute_dtype)))
+
+
+def _counted(cell: Cell, sizes: ModelSizes, in_file: Mapping[str, Encoding]) -> Ledger:
     dtype = getattr(torch, cell.device.compute_dtype)
-    sizes = _sizes(cell, data, where, dtype)
-    tensors = stored(cell, sizes)
+    tensors = stored(cell, sizes, in_file)
     tier, strips = tier_of(cell, sizes), strips_of(cell, tensors)
     one_memory = cell.device.torch_device == "cpu"
     lines = tuple(_lines(tensors, tier, strips))
@@ -151,12 +161,14 @@ def _basis(cell: Cell, experts: Experts | None, tier: Tier | None, context: int)
 
 
 def _notes(cell: Cell, tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) -> Iterator[str]:
-    if any(plan.codec == "source" for plan in cell.path.components.values()):
+    if any(plan.codec == "source" and not plan.assumed for plan in cell.path.components.values()):
         yield "source is counted as the release stores it: 16 bits, or e4m3 where its config.json says so"
     for component, plan in cell.path.components.items():
-        others = sorted({t.encoding.name for t in tensors if t.weight.component == component} - {plan.codec})
-        if plan.codec.startswith("gguf:") and others:
-            yield f"{component}: rows that {plan.codec} cannot hold, or that have a type of their own, are {', '.join(others)}"
+        codec, held = (plan.assumed if plan.codec == "source" else "") or plan.codec, {t.encoding.name for t in tensors if t.weight.component == component}
+        if codec.startswith("gguf:") and codec in held and len(held) > 1:
+            yield f"{component}: rows that {codec} cannot hold, or that have a type of their own, are {', '.join(sorted(held - {codec}))}"
+        if codec != plan.codec and held and not any(isinstance(t.encoding, FileEncoding) for t in tensors):
+            yield f"{component}: {plan.assumed} is assumed; the file itself, where it is at hand, says what it holds"
     p = cell.placement
     for key, value in (("slots", p.slots), ("resident_layers", p.resident_layers)):
         if value is not None and tier is None and strips is None:

@@ -1,6 +1,6 @@
-"""Sizes of a `qwen4_exp` model, asked from its own forward code: the inventory binder lists the tensors, states on the meta device their bytes.
+"""Sizes of a `qwen4_exp` checkpoint from its config.json, and what `source` means for the releases the lab knows.
 
-So the ledger cannot drift from what the engine asks for. Imports torch, and therefore runs in the ledger's own process only.
+Imports torch, and therefore runs in the ledger's own process only.
 """
 
 from __future__ import annotations
@@ -9,42 +9,14 @@ from typing import Any
 
 import torch
 
-from lab.capacity.sizes import Kind, ModelSizes, Weight
-from lab.models import inventory
+from lab.capacity.inventory_sizes import inventory_sizes
+from lab.capacity.sizes import ModelSizes
 from lab.models.qwen4_exp.config import from_dict
-from lab.models.qwen4_exp.model import ModelState
 
 
 def qwen4_exp_sizes(data: dict[str, Any], where: str, layers: int, dtype: torch.dtype) -> ModelSizes:
     """Sizes from a parsed config.json, for the first `layers` layers and states in `dtype`. Raises LabError naming the field."""
-    config = from_dict(data, where).truncated(layers)
-    found = inventory(config)
-    weights: list[Weight] = []
-
-    def add(name: str, component: str, kind: Kind, shape: tuple[int, ...], of: str = "") -> None:
-        weights.append(Weight(name, component, kind, shape, found.layer_of[of or name]))
-
-    for name, (shape, component) in found.linears.items():
-        add(name, component, "matrix", shape)
-    for prefix, (count, width, hidden) in found.expert_stacks.items():
-        add(f"{prefix}.gate_up", "experts", "experts", (count, 2 * width, hidden), prefix)
-        add(f"{prefix}.down", "experts", "experts", (count, hidden, width), prefix)
-    for name, shape in found.tables.items():
-        add(name, "ple", "table", shape)
-    for name, shape in found.embeddings.items():
-        add(name, "embed", "embedding", shape)
-    for name, sizes in found.vectors.items():
-        add(name, "vectors", "vector", sizes)
-    return ModelSizes(
-        weights=tuple(weights),
-        layers=layers,
-        vocab_size=config.vocab_size,
-        widest=max(config.streams_width, 2 * config.key_dim + config.value_dim, 2 * config.num_heads * config.head_dim),
-        state_bytes=lambda batch, tokens: ModelState(config, batch, tokens, torch.device("meta"), dtype).nbytes(),
-        experts_per_token=config.experts_per_token,
-        table_rows=config.ngram_heads,
-        released=_released(data),
-    )
+    return inventory_sizes(from_dict(data, where).truncated(layers), dtype, _released(data))
 
 
 def _released(data: dict[str, Any]) -> dict[str, tuple[str, dict[str, str]]]:

@@ -33,7 +33,7 @@ def ledgers(project: Project, cells: Sequence[Cell]) -> dict[str, Ledger | NoLed
     found: dict[str, Ledger | NoLedger] = {}
     wanted: list[tuple[Cell, Path, Path]] = []
     for cell in cells:
-        sizes = sizes_file(project, cell.model.artifact, cell.model.geometry)
+        sizes = sizes_file(project, cell.model.artifact, cell.model.geometry, cell.model.source)
         if sizes is None:
             found[cell.hash] = NoLedger(reason=f"the sizes of {cell.model.name} are not known: no {cell.model.artifact}/config.json and no model.geometry")
             continue
@@ -52,7 +52,11 @@ def ledgers(project: Project, cells: Sequence[Cell]) -> dict[str, Ledger | NoLed
 
 
 def _key(cell: Cell, sizes: Path) -> str:
-    parts = {"cell": cell.model_dump(mode="json"), "sizes": hashlib.sha256(sizes.read_bytes()).hexdigest()}
+    if sizes.suffix == ".json":
+        known = hashlib.sha256(sizes.read_bytes()).hexdigest()
+    else:  # weights, of which only the header counts: they are too large to be read for a plan
+        known = f"{sizes.resolve()} {sizes.stat().st_size} {sizes.stat().st_mtime_ns}"
+    parts = {"cell": cell.model_dump(mode="json"), "sizes": known}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

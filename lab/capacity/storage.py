@@ -6,7 +6,9 @@ bits, except where its config.json names an FP8 part. Imports torch through the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from lab.capacity.formats import FileType, file_type, is_file_type
@@ -31,6 +33,9 @@ class Encoding(Protocol):
         """Bytes of a weight of this shape. Raises LabError where it cannot hold it."""
 
 
+_NOT_AT_HAND: Mapping[str, Encoding] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor with its encoding and placement."""
@@ -52,8 +57,10 @@ class Stored:
         return number * self.encoding.nbytes((1, *self.weight.shape[1:]))
 
 
-def stored(cell: Cell, sizes: ModelSizes) -> list[Stored]:
-    """Every tensor of the cell, as its path stores it. Raises LabError, naming the component, where a codec is unknown or cannot hold a tensor."""
+def stored(cell: Cell, sizes: ModelSizes, in_file: Mapping[str, Encoding] = _NOT_AT_HAND) -> list[Stored]:
+    """Every tensor of the cell, as its path stores it; `in_file` says how the artifact has them, where it is at hand.
+
+    Raises LabError, naming the component, where a codec is unknown or cannot hold a tensor."""
     vqf = is_vqf(cell)
     if vqf and cell.model.arch not in ("qwen3", "qwen3_moe"):
         raise LabError(f"path={cell.path.name}: VQF files hold models of the qwen3 family, not {cell.model.arch}")
@@ -66,7 +73,8 @@ def stored(cell: Cell, sizes: ModelSizes) -> list[Stored]:
         if plan is None and vqf and weight.component == "experts":
             plan = cell.path.components["trunk"]  # one type for all layer matrices of a VQF file
         try:
-            one = Stored(weight, _encoding(plan, weight, sizes, vqf), (plan or _SOURCE).placement)
+            as_filed = in_file.get(weight.name) if plan is None or plan.codec == "source" else None
+            one = Stored(weight, as_filed or _encoding(plan, weight, sizes, vqf), (plan or _SOURCE).placement)
             one.nbytes()
         except LabError as error:
             raise LabError(f"path.components.{weight.component}: {error}") from None
@@ -85,12 +93,12 @@ def _encoding(plan: ComponentPlan | None, weight: Weight, sizes: ModelSizes, vqf
         return _VECTOR
     if plan is None and vqf and weight.component in _VQF_UNNAMED:
         return file_type(_VQF_UNNAMED[weight.component], weight.shape[-1])
-    if plan is None or plan.codec == "source":
+    codec = "source" if plan is None else plan.assumed if plan.codec == "source" and plan.assumed else plan.codec
+    if plan is None or codec == "source":
         return create(*sizes.released.get(weight.component, ("bf16", {})))
-    if not is_file_type(plan.codec):
-        return create(plan.codec, plan.options)
-    codec = plan.codec
-    if weight.name.endswith("down") and "down" in plan.options:
+    if not is_file_type(codec):
+        return create(codec, plan.options)
+    if weight.name.endswith("down"):
         # The down matrices' rows are the experts' width, which the 256-weight types may not divide; files give them a type of their own.
-        codec = f"{plan.codec.partition(':')[0]}:{plan.options['down']}"
+        codec = (plan.assumed_down if plan.codec == "source" else "") or (f"{codec.partition(':')[0]}:{plan.options['down']}" if "down" in plan.options else codec)
     return file_type(codec, weight.shape[-1])

@@ -1,7 +1,8 @@
-"""Encoders for the GGUF types a writer needs: the `gguf` package's own where it has one, a scale search for IQ4_NL and Q2_0.
+"""Encoders for the GGUF types, in one table: the `gguf` package's own where it has one, searches of least squared error for the rest.
 
 Why a search of our own: the package has no IQ4_NL, and ggml's reference for Q2_0 takes d = max|w|, which never uses the code for +2 and reads
-as ternary. Here a block's scale, of either sign, has the least squared error found by `lab.codecs.fit`, after rounding to float16.
+as ternary. Here a block's scale, of either sign, has the least squared error found by `lab.codecs.fit`, after rounding to float16. The types whose
+blocks hold 256 weights are in `gguf_encode_levels`, `gguf_encode_affine`, `gguf_encode_grid` and `gguf_encode_ternary`.
 What it does not do: weigh errors by activations, or match tuned writers bit for bit.
 """
 
@@ -14,6 +15,10 @@ import torch
 from torch import Tensor
 
 from lab.codecs.fit import SortedGroups, nearest_codes
+from lab.codecs.gguf_encode_affine import AFFINE_ENCODERS
+from lab.codecs.gguf_encode_grid import GRID_ENCODERS
+from lab.codecs.gguf_encode_levels import LEVEL_ENCODERS
+from lab.codecs.gguf_encode_ternary import TERNARY_ENCODERS
 from lab.codecs.gguf_package import quantize
 from lab.codecs.gguf_simple import IQ4_LEVELS, Q2_0_LEVELS
 from lab.codecs.packing import pack2
@@ -53,5 +58,9 @@ ENCODERS: dict[str, Encoder] = {
     "IQ4_NL": partial(_searched, block=32, levels=IQ4_LEVELS, pack=_halves),
     "Q2_0": partial(_searched, block=64, levels=Q2_0_LEVELS, pack=pack2),
     **{name: partial(quantize, name) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")},
+    **LEVEL_ENCODERS,
+    **AFFINE_ENCODERS,
+    **GRID_ENCODERS,
+    **TERNARY_ENCODERS,
 }
 """By type name. A type that is not here is read, not written."""

@@ -13,42 +13,43 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lab.artifacts import Checkpoint
+from lab.artifacts import open_artifact
 from lab.cell import Cell, ComponentPlan
 from lab.counters import Counters
 from lab.engines.path_binder import PathBinder
 from lab.errors import GapError, LabError
-from lab.models.qwen4_exp.config import from_file
-from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
+from lab.kernels import native
+from lab.models import State, build
 from lab.record import Status
 
 
 class LocalEngine:
     """A loaded model. `load_s` is the wall time from opening the files to the last encoded tensor."""
 
-    def __init__(self, cell: Cell, root: Path, plan: dict[str, ComponentPlan] | None = None) -> None:
-        """Loads the cell's first `layers` layers along its path (or along `plan`). Raises LabError when the artifact does not fit."""
+    def __init__(self, cell: Cell, root: Path, plan: dict[str, ComponentPlan] | None = None, artifact: str | None = None) -> None:
+        """Loads the cell's first `layers` layers along its path (or along `plan`, from `artifact`). Raises LabError when the artifact does not fit."""
         torch.set_num_threads(cell.device.threads or usable_cores())
         self.device, self.dtype = usable_device(cell.device.torch_device), getattr(torch, cell.device.compute_dtype)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        native.unavailable()  # compiled at the first use on a machine, which is no part of loading a model
         started = time.perf_counter()
-        folder = root / cell.model.artifact
-        self.config = from_file(folder / "config.json").truncated(cell.layers)
+        artifact = open_artifact(root / (cell.model.artifact if artifact is None else artifact), cell.model.arch)
+        self.config = artifact.config().truncated(cell.layers)
         self.counters = Counters()
         components = cell.path.components if plan is None else plan
-        self.binder = PathBinder(Checkpoint(folder), components, self.device, self.dtype, self.counters)
+        self.binder = PathBinder(artifact.weights(), components, self.device, self.dtype, self.counters)
         with torch.no_grad():
-            self.model = Qwen4Exp(self.config, self.binder)
+            self.model = build(self.config, self.binder)
         self.synchronise()
         self.load_s = time.perf_counter() - started
 
-    def new_state(self, batch: int, capacity: int) -> ModelState:
+    def new_state(self, batch: int, capacity: int) -> State:
         """An empty state on the engine's device."""
         return self.model.new_state(batch, capacity, self.device, self.dtype)
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, state: ModelState | None = None, last_only: bool = False) -> Tensor:
+    def logits(self, ids: Tensor, state: State | None = None, last_only: bool = False) -> Tensor:
         """ids int64 [B, T] (any device) -> logits [B, T or 1, V] on the engine's device, in the compute dtype."""
         return self.model.logits(ids.to(self.device), state, last_only)
 

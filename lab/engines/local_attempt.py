@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
-from lab.artifacts import inspect
+from lab.artifacts import open_artifact
 from lab.attempt import Attempt, one_line
 from lab.engines.local import LocalEngine, is_out_of_memory, usable_cores, usable_device
 from lab.errors import GapError
 from lab.measure.divergence import DivergenceTally, divergence_metrics
+from lab.measure.llama_half import llama_half
 from lab.measure.machine import machine_bounds
 from lab.measure.parity import step_parity
 from lab.measure.perplexity import PerplexityTally
-from lab.measure.reference import BATCH, OTHER_BATCH, load_reference
+from lab.measure.reference import BATCH, OTHER_BATCH, is_its_own_reference, load_reference
 from lab.measure.scoring import score_windows
 from lab.measure.text import Corpus, load_corpus
 from lab.measure.throughput import LANES, decode_rate, prefill_rate
@@ -48,8 +49,9 @@ class LocalAttempt(Attempt):
         self.phase("check", cell.model.artifact)
         device = usable_device(cell.device.torch_device)
         self.result.environment = environment(device)
-        self.result.artifact = inspect(self.root / cell.model.artifact)
-        corpus = load_corpus(self.root / cell.model.artifact, self.root / cell.model.corpus)
+        artifact = open_artifact(self.root / cell.model.artifact, cell.model.arch)
+        self.result.artifact = artifact.inspect()
+        corpus = load_corpus(artifact.tokenizer(), self.root / cell.model.corpus)
         bounds = self._bounds(device)
         reference = self._reference(corpus)
         self.phase("load", f"{cell.path.name}, {cell.layers} layers")
@@ -110,7 +112,7 @@ class LocalAttempt(Attempt):
         windows, scored = corpus.windows(bench.ppl_context, bench.ppl_stride, bench.ppl_windows)
         self.phase("perplexity", f"{len(windows)} windows of {bench.ppl_context} tokens")
         # The reference path would repeat its own reference bit for bit; another batch shape makes its divergence the noise floor.
-        batch = OTHER_BATCH if cell.path.reference else BATCH
+        batch = OTHER_BATCH if is_its_own_reference(cell) else BATCH
         shape = {"context": bench.ppl_context, "stride": bench.ppl_stride, "batch": batch, "bos": "none", "corpus": corpus.facts}
         perplexity = PerplexityTally(corpus.token_bytes)
         divergence = DivergenceTally(reference[0]) if reference else None
@@ -122,9 +124,21 @@ class LocalAttempt(Attempt):
         if trained and cell.layers not in trained:
             self.result.notes.append(f"{cell.layers} layers: the model was trained to end after {', '.join(map(str, trained))}; quality is not meaningful")
         self.keep(**perplexity.metrics(shape))
+        self._llama_half(engine, corpus)
         self.gap(("bits_per_byte",), Status.UNSUPPORTED, "the tokenizer is not byte-level: its tokens do not show their bytes")
         if divergence is not None and reference is not None:
             self.keep(**divergence_metrics(divergence.summary(), reference[1], shape))
+
+    def _llama_half(self, engine: LocalEngine, corpus: Corpus) -> None:
+        """Perplexity by llama.cpp's protocol where the bench asks for it. Raises ValueError when a score is not finite."""
+        bench, told = self.cell.bench, self.result.artifact.get("tokenizer", {})
+        if not bench.llama_half_chunks:
+            return
+        self.phase("perplexity", f"{bench.llama_half_chunks} chunks as llama-perplexity")
+        bos = told.get("bos") if told.get("add_bos") else None
+        found, scores = llama_half(engine.scores, corpus.ids, bos, bench.llama_half_context, bench.llama_half_chunks, {"corpus": corpus.facts})
+        self.result.evidence["token_nll"] = scores
+        self.keep(ppl_llama_half=found)
 
     def _time(self, engine: LocalEngine, corpus: Corpus, bounds: dict[str, Any] | None) -> None:
         bench = self.cell.bench
@@ -149,6 +163,7 @@ class LocalAttempt(Attempt):
             "tokens_forwarded": engine.counters.rows("embed"),
             "vocab_size": engine.config.vocab_size,
             "encoding": engine.binder.cosines(),
+            "kernels": dict(engine.binder.kernels),
             "codec_options": {name: codec.options for name, codec in engine.binder.codecs.items()},
         }
 

@@ -1,46 +1,44 @@
-"""Gives a model its weights from a checkpoint, encoded as a path says, one tensor at a time.
+"""Gives a model its weights from an artifact, encoded as a path says, one tensor at a time.
 
-Each component (experts, trunk, ple, head) is encoded with its codec and placed; everything else keeps its source precision on the compute device.
-Every encoding is decoded again on a sample and compared with its source before it is accepted: a decode that drops a scale is caught here, not in a
-perplexity of 142.6. What is resident where, and how close the codes are to the source, is kept as evidence.
+Each component (experts, trunk, ple, head) is encoded with its codec and placed; everything else, and what the path leaves as `source`, keeps the file's own
+encoding, packed as it is. Every encoding is decoded again on a sample and compared with its source before it is accepted: a decode that drops a scale is
+caught here, not in a perplexity of 142.6. What is resident where, and how close the codes are to the source, is kept as evidence.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.artifacts import Checkpoint
+from lab.artifacts import Stored, Weights
 from lab.cell import ComponentPlan
 from lab.codecs import Codec, Parts, cosine, create, verify_encoding
-from lab.codecs.e4m3 import from_release
 from lab.counters import Counters
 from lab.errors import LabError
 from lab.models.binder import Experts, Linear, Table
 from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
 
 SOURCE = ComponentPlan(codec="source")
-_SOURCE_BITS = "bf16"
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class PathBinder:
-    """Binder over a checkpoint. `residency` and `quality` fill while the model is built."""
+    """Binder over an artifact's weights. `residency` and `quality` fill while the model is built."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        weights: Weights,
         plan: dict[str, ComponentPlan],
         device: torch.device,
         dtype: torch.dtype,
         counters: Counters,
     ) -> None:
         """Raises LabError for a placement this engine has no code for."""
-        self.checkpoint, self.plan, self.device, self.dtype, self.counters = checkpoint, plan, device, dtype, counters
+        self.weights, self.plan, self.device, self.dtype, self.counters = weights, plan, device, dtype, counters
         self.layer: int | None = None
         self.codecs = {name: create(p.codec, p.options) for name, p in plan.items() if p.codec != "source"}
         for name, component in plan.items():
@@ -50,100 +48,102 @@ class PathBinder:
         self.residency: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: {"bytes": 0, "tensors": 0, "weights": 0})
         self.quality: dict[str, list[tuple[float, int]]] = defaultdict(list)
         self.source_codecs: dict[str, set[str]] = defaultdict(set)
+        self.kernels: dict[str, str] = {}
+        self._embedded: dict[str, list[tuple[Codec, Parts, tuple[int, ...]]]] = {}
 
     def at_layer(self, layer: int | None) -> None:
         """Tags the following requests; tensors of earlier layers are already encoded and freed."""
         self.layer = layer
 
     def linear(self, name: str, out_features: int, in_features: int, component: str) -> Linear:
-        """The matrix as a packed linear map. Block scales beside it are honoured."""
-        scale = f"{name}_scale_inv" if f"{name}_scale_inv" in self.checkpoint else None
-        return PackedLinear(self._packed(component, self.checkpoint.get(name), self.checkpoint.get(scale) if scale else None, name))
+        """The matrix as a packed linear map. One that is the token embedding, too, is held once."""
+        order = self.weights.column_order(name)
+        if name in self._embedded and component not in self.codecs:
+            placed = [self._packed_parts(component, *one, i == 0, nbytes=0) for i, one in enumerate(self._embedded[name])]
+            self.source_codecs[component] |= {codec.name for codec, _, _ in self._embedded[name]}
+            return PackedLinear(*placed, order=None if order is None else order.to(self.device))
+        blocks = self.weights.matrix(name)
+        if component in self.codecs:
+            return PackedLinear(*self._packed(component, [_whole(blocks, order)] if order is not None or len(blocks) > 1 else blocks, name))
+        return PackedLinear(*self._packed(component, blocks, name), order=None if order is None else order.to(self.device))
 
     def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Float32 on the compute device."""
-        stored = self.checkpoint.get(name)
-        if stored.dtype not in _FLOATS:
-            raise LabError(f"{self.checkpoint.folder}: {name} is stored as {stored.dtype}; small parameters must be bf16, float16 or float32")
-        value = stored.to(self.device, torch.float32)
+        value = self.weights.vector(name).to(self.device, torch.float32)
         self._note("vectors", "float32", self.device, value.nbytes, value.numel())
         return value
 
     def integers(self, name: str, default: list[int]) -> Tensor:
-        """The file's int64 constant. Raises LabError when it is stored as anything else."""
-        value = self.checkpoint.get(name)
-        if value.dtype != torch.int64:
-            raise LabError(f"{self.checkpoint.folder}: {name} is stored as {value.dtype}; hash constants must be int64")
-        return value.to(self.device)
+        """The file's int64 constant."""
+        return self.weights.integers(name).to(self.device)
 
     def experts(self, prefix: str, count: int, width: int, hidden: int) -> Experts:
         """Both stacks, encoded one after the other."""
-        gate_up, down = (self._packed("experts", *self.checkpoint.expert_stack(prefix, count, kind), f"{prefix}.{kind}") for kind in ("gate_up", "down"))
-        return PackedExperts(gate_up, down)
+        gate_up, down = self.weights.experts(prefix, count)
+        if "experts" in self.codecs and len(gate_up) > 1:
+            gate_up = [_whole(gate_up, None)]
+        return PackedExperts(self._packed("experts", gate_up, f"{prefix}.gate_up"), *self._packed("experts", down, f"{prefix}.down"))
 
     def table(self, prefix: str, rows: int, width: int) -> Table:
         """The n-gram table, encoded shard by shard into its final place: at 51 GB there is no room for a second copy. Only a codec with one scale for
         the whole table, on a table stored in another, needs all of it at once."""
-        names, scale = self.checkpoint.table(prefix)
+        shards = self.weights.table_shards(prefix)
+        first = self.weights.table_shard(prefix, 0)
         wanted = self.codecs.get("ple")
-        if wanted is not None and wanted.shared and scale is None and len(names) > 1:
-            whole = torch.cat([self.checkpoint.get(name) for name in names])
-            return PackedTable(self._packed("ple", whole, None, prefix), self.dtype, self.device)
-        codec, parts = self._encoded("ple", self.checkpoint.get(names[0]), scale, names[0])
-        if len(names) > 1:
-            parts = self._assembled(rows, parts, codec, names, scale)
-        return PackedTable(self._placed("ple", codec, parts, (rows, width)), self.dtype, self.device)
+        if shards > 1 and wanted is not None and wanted.shared and not first.codec.shared:
+            whole = _whole([self.weights.table_shard(prefix, index) for index in range(shards)], None)
+            return PackedTable(self._packed("ple", [whole], prefix)[0], self.dtype, self.device)
+        codec, parts = self._encoded("ple", first, prefix)
+        if shards > 1:
+            parts = self._assembled(rows, parts, codec, prefix, shards)
+        return PackedTable(self._packed_parts("ple", codec, parts, (rows, width)), self.dtype, self.device)
 
     def embedding(self, name: str, rows: int, width: int) -> Table:
-        """Token embedding rows in source precision."""
-        return PackedTable(self._packed("embed", self.checkpoint.get(name), None, name), self.dtype, self.device)
+        """Token embedding rows in the file's own encoding."""
+        blocks = self.weights.matrix(name)
+        if len(blocks) > 1:
+            raise LabError(f"{self.weights.where}: {name} is in {len(blocks)} pieces; an embedding must be one tensor")
+        self._embedded[name] = [(*self._encoded("embed", blocks[0], name), blocks[0].shape)]
+        return PackedTable(self._packed_parts("embed", *self._embedded[name][0]), self.dtype, self.device)
 
-    def _assembled(self, rows: int, first: Parts, codec: Codec, names: list[str], scale: Tensor | None) -> Parts:
+    def _assembled(self, rows: int, first: Parts, codec: Codec, prefix: str, shards: int) -> Parts:
         """All shards' parts in one allocation; parts that rows share are the first shard's."""
         whole = {k: p if k in codec.shared else torch.empty((rows, *p.shape[1:]), dtype=p.dtype, device=p.device) for k, p in first.items()}
         start, parts = 0, first
-        for index, name in enumerate(names):
+        for index in range(shards):
             if index:
-                parts = self._encoded("ple", self.checkpoint.get(name), scale, name)[1]
+                found, parts = self._encoded("ple", self.weights.table_shard(prefix, index), f"{prefix}, shard {index}")
+                if found.name != codec.name:
+                    raise LabError(f"{self.weights.where}: {prefix}: shard {index} is {found.name}, the first {codec.name}; a table must be of one kind")
             for key in parts.keys() - codec.shared:
                 whole[key][start : start + len(parts[key])] = parts[key]
             start += next(len(p) for k, p in parts.items() if k not in codec.shared)
         return whole
 
-    def _packed(self, component: str, stored: Tensor, scale: Tensor | None, name: str) -> Packed:
-        return self._placed(component, *self._encoded(component, stored, scale, name), tuple(stored.shape))
+    def _packed(self, component: str, blocks: Sequence[Stored], name: str) -> list[Packed]:
+        return [self._packed_parts(component, *self._encoded(component, block, name), block.shape, i == 0) for i, block in enumerate(blocks)]
 
-    def _encoded(self, component: str, stored: Tensor, scale: Tensor | None, name: str) -> tuple[Codec, Parts]:
-        """A stored tensor in the component's codec, on its device, checked against its source."""
+    def _encoded(self, component: str, stored: Stored, name: str) -> tuple[Codec, Parts]:
+        """A stored block in the component's codec, on its device, checked against its source."""
         device = self._device(component)
-        codec, parts = self._source(stored, scale, name)
+        codec, parts = stored.codec, stored.parts
         self.source_codecs[component].add(codec.name)
         if (wanted := self.codecs.get(component)) is not None and not _same(wanted, codec):
-            source = (stored if scale is None else codec.decode(parts, stored.shape[-1])).to(device)
+            source = (parts["weight"] if codec.name == "bf16" else codec.decode(parts, stored.shape[-1])).to(device)
             codec, parts = wanted, wanted.encode(source)
             verify_encoding(codec, parts, source).require(name)
             self.quality[component].append((_cosine(codec, parts, source), source.numel()))
         return codec, {key: part.to(device) for key, part in parts.items()}
 
-    def _placed(self, component: str, codec: Codec, parts: Parts, shape: tuple[int, ...]) -> Packed:
-        packed = Packed(codec, parts, shape, self.layer, component, self.counters)
-        self._note(component, codec.name, self._device(component), packed.nbytes(), prod(shape))
+    def _packed_parts(self, component: str, codec: Codec, parts: Parts, shape: tuple[int, ...], first: bool = True, nbytes: int | None = None) -> Packed:
+        """The operation's weight, noted as resident; `nbytes` 0 for one that another component holds already."""
+        packed = Packed(codec, parts, shape, self.layer, component, self.counters, first)
+        self.kernels[f"{codec.name} on {packed.device.type}"] = packed.kernel
+        self._note(component, codec.name, packed.device, packed.nbytes() if nbytes is None else nbytes, prod(shape))
         return packed
 
     def _device(self, component: str) -> torch.device:
         return torch.device("cpu") if self.plan.get(component, SOURCE).placement == "host" else self.device
-
-    def _source(self, stored: Tensor, scale: Tensor | None, name: str) -> tuple[Codec, Parts]:
-        """The tensor as it is in the file: bf16, or e4m3 with its released scale."""
-        if scale is not None:
-            codec, parts = from_release(stored, scale)
-            return codec, parts
-        if stored.dtype not in _FLOATS:
-            raise LabError(f"{self.checkpoint.folder}: {name} is stored as {stored.dtype} without a scale; expected bf16, or e4m3 with its scale")
-        if stored.dtype != torch.bfloat16 and not torch.equal(stored.to(torch.bfloat16).to(stored.dtype), stored):
-            raise LabError(f"{self.checkpoint.folder}: {name} is {stored.dtype} and does not fit bf16 exactly; the released layouts are bf16 and e4m3")
-        source = create(_SOURCE_BITS)
-        return source, source.encode(stored)
 
     def _note(self, component: str, codec: str, device: torch.device, nbytes: int, weights: int) -> None:
         entry = self.residency[(component, codec, device.type)]
@@ -161,6 +161,16 @@ class PathBinder:
             component: {"mean": sum(c * n for c, n in found) / sum(n for _, n in found), "min": min(c for c, _ in found), "tensors": len(found)}
             for component, found in self.quality.items()
         }
+
+
+def _whole(blocks: Sequence[Stored], order: Tensor | None) -> Stored:
+    """Row blocks decoded to one float32 matrix (or stack), columns in the model's order; kept as a codec of plain numbers that is only read from."""
+    decoded = [block.codec.decode(block.parts, block.shape[-1]) for block in blocks]
+    whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded, -2)
+    if order is not None:
+        whole = torch.empty_like(whole).index_copy_(-1, order, whole)
+    plain = create("gguf:F32")
+    return Stored(plain, plain.encode(whole), tuple(whole.shape))
 
 
 def _cosine(codec: Codec, parts: Parts, source: Tensor) -> float:

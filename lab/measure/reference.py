@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lab.artifacts import inspect
+from lab.artifacts import open_artifact
 from lab.cell import COMPONENTS, Cell, ComponentPlan
 from lab.engines.local import LocalEngine, is_out_of_memory
 from lab.errors import GapError, LabError
@@ -55,8 +55,16 @@ def reference_key(cell: Cell, artifact_sha256: str, corpus: Corpus) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
 
 
+def is_its_own_reference(cell: Cell) -> bool:
+    """Whether the local engine would compute the reference itself: then only another batch shape tells the two apart."""
+    as_filed = all(plan.codec == "source" for plan in cell.path.components.values())
+    return cell.engine == "local" and (cell.path.reference or (as_filed and not cell.model.source))
+
+
 def load_reference(cell: Cell, root: Path, cache: Path, artifact_sha256: str, corpus: Corpus) -> tuple[Tensor, dict[str, float]]:
     """(log-probabilities float32 [n, V], noise floor), computed in a child process when the cache has none. Raises GapError when that fails."""
+    if cell.model.source:
+        artifact_sha256 = _source_sha256(cell, root, corpus)
     path = cache / "reference" / f"{reference_key(cell, artifact_sha256, corpus)}.safetensors"
     if (kept := _read(path)) is not None:
         return kept
@@ -86,10 +94,27 @@ def _read(path: Path) -> tuple[Tensor, dict[str, float]] | None:
         return None
 
 
+def _source_sha256(cell: Cell, root: Path, corpus: Corpus) -> str:
+    """sha256 of the model that divergence is measured against. Raises GapError where it is not here, or reads the text as other tokens."""
+    path = root / cell.model.source
+    if not path.exists():
+        raise GapError(Status.UNSUPPORTED, f"{cell.model.source} is not here: divergence is measured against the model before it was converted")
+    try:
+        source = open_artifact(path, cell.model.arch)
+        theirs, found = load_corpus(source.tokenizer(), root / cell.model.corpus), source.inspect()
+    except LabError as error:
+        raise GapError(Status.UNSUPPORTED, f"no divergence from {cell.model.source}: {error}") from None
+    if not torch.equal(theirs.ids, corpus.ids):
+        raise GapError(Status.UNSUPPORTED, f"no divergence from {cell.model.source}: its tokenizer reads the text as other tokens than the artifact's")
+    return str(found["sha256"])
+
+
 def make_reference(cell: Cell, root: Path, out: Path) -> None:
     """Scores the windows with the source-precision model and writes the file, aside first."""
-    corpus = load_corpus(root / cell.model.artifact, root / cell.model.corpus)
-    engine = LocalEngine(cell, root, SOURCE_PLAN)
+    model = cell.model
+    files = model.source or model.artifact
+    corpus = load_corpus(open_artifact(root / files, model.arch).tokenizer(), root / model.corpus)
+    engine = LocalEngine(cell, root, SOURCE_PLAN, files)
     bench = cell.bench
     windows, scored = corpus.windows(bench.ppl_context, bench.ppl_stride, min(bench.ppl_windows, MAX_WINDOWS))
     log_p = torch.cat([batch.cpu() for batch, _, _ in score_windows(engine.scores, windows, scored, BATCH)])
@@ -107,7 +132,6 @@ def main() -> int:
     job: dict[str, Any] = json.load(sys.stdin)
     try:
         cell = Cell.model_validate(job["cell"])
-        inspect(Path(job["root"]) / cell.model.artifact)
         make_reference(cell, Path(job["root"]), Path(job["out"]))
     except (LabError, GapError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from lab.artifacts import corpus_facts, load_tokenizer
+from lab.artifacts import corpus_facts
 from lab.errors import LabError
 
 
@@ -48,9 +48,8 @@ class Corpus:
         return self.ids[starts[:, None] + torch.arange(tokens)]
 
 
-def load_corpus(artifact: Path, text: Path) -> Corpus:
+def load_corpus(tokenizer: Tokenizer, text: Path) -> Corpus:
     """Encodes the held-out text with the artifact's tokenizer. Raises LabError for a missing file or an empty text."""
-    tokenizer = load_tokenizer(artifact)
     facts = corpus_facts(text)
     ids = tokenizer.encode(text.read_text(encoding="utf-8"), add_special_tokens=False).ids
     if len(ids) < 2:

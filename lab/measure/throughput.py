@@ -17,7 +17,7 @@ from torch import Tensor
 from lab.counters import Counters
 from lab.measure.text import Corpus
 from lab.metrics import METRICS
-from lab.models.qwen4_exp.model import ModelState
+from lab.models import State
 from lab.record import Measurement
 
 PREFILL = 512
@@ -39,10 +39,10 @@ class Engine(Protocol):
     def vector_bytes(self) -> int:
         """Bytes of small parameters that every forward pass reads."""
 
-    def new_state(self, batch: int, capacity: int) -> ModelState:
+    def new_state(self, batch: int, capacity: int) -> State:
         """An empty state."""
 
-    def logits(self, ids: Tensor, state: ModelState | None = None, last_only: bool = False) -> Tensor:
+    def logits(self, ids: Tensor, state: State | None = None, last_only: bool = False) -> Tensor:
         """One forward pass."""
 
     def synchronise(self) -> None:
@@ -111,7 +111,7 @@ def decode_rate(engine: Engine, corpus: Corpus, lanes: int, warmup: int, repeats
     return rate, Measurement(value=step_bytes / lanes, unit=known.unit, protocol=known.protocol, details={"lanes": lanes, "context_tokens": PREFILL})
 
 
-def _timed_steps(engine: Engine, text: Tensor, state: ModelState) -> tuple[float, list[float]]:
+def _timed_steps(engine: Engine, text: Tensor, state: State) -> tuple[float, list[float]]:
     """(seconds from the first step's start to the last one's end, seconds of each of the DECODE steps)."""
     times = []
     engine.synchronise()

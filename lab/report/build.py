@@ -25,6 +25,7 @@ from lab.report.findings import closed_ways, findings
 from lab.report.gaps import gap_groups, glossary
 from lab.report.html import page
 from lab.report.language import Language
+from lab.report.likelihoods import token_likelihoods
 from lab.report.markup import code, escape, table
 from lab.report.overview import questions, target_sections
 from lab.report.reported import claim_section
@@ -119,6 +120,8 @@ def _context(assessed: Assessed, drawn: Collection[str]) -> dict[str, Any]:
         "per_metric": measured.per_metric(matrix, lang),
         "nowhere": measured.measured_nowhere(matrix, lang),
         "compared": measured.compare_speeds(matrix, lang),
+        "base": measured.base_name(matrix, lang),
+        "tokens": token_likelihoods(matrix, lang),
         "protocols": protocols,
         "undetailed": [f"`{item.metric}` ({item.protocol})" for item in protocols if not item.details],
         "judged": [(verdict, fixed(verdict, lang), criterion(verdict.hypothesis.criterion, lang), measured.steps(matrix, verdict, lang)) for verdict in judged],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lab.cell import Cell
-from lab.compose import sizes_file
+from lab.compose import gguf_header, sizes_file
 from lab.matrix import Matrix, Row
 from lab.registered import Account
 from lab.report.language import Language
@@ -80,9 +80,11 @@ def load_capacity(project: Project, matrix: Matrix) -> Capacity:
 
 def _vocabulary(project: Project, cell: Cell) -> int | None:
     """`vocab_size` of the file that holds the model's sizes."""
-    file = sizes_file(project, cell.model.artifact, cell.model.geometry)
+    file = sizes_file(project, cell.model.artifact, cell.model.geometry, cell.model.source)
     if file is None:
         return None
+    if file.suffix == ".gguf":
+        return gguf_header(file).vocab_size
     data = json.loads(file.read_text(encoding="utf-8"))
     size = data.get("vocab_size", data.get("text_config", {}).get("vocab_size"))
     return size if isinstance(size, int) else None

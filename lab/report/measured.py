@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lab.likeness import beside, contrast, unlike
 from lab.matrix import Entry, Matrix, Row
 from lab.metrics import METRICS
+from lab.registered import as_text, matches
 from lab.report.facts import Fact, fold
 from lab.report.language import Language
 from lab.report.markup import Table, escape
@@ -117,13 +118,24 @@ def speed_metrics(matrix: Matrix) -> list[str]:
     return [name for name in matrix.experiment.metrics if METRICS[name].unit == "tok/s"]
 
 
+def bases(matrix: Matrix) -> dict[tuple[object, ...], Row]:
+    """What each cell is set against, by `peers`: the experiment's baseline, or without one the reference path."""
+    wanted = matrix.experiment.baseline
+    return {peers(row): row for row in matrix.rows if (matches(row.point, wanted) if wanted else row.cell.path.reference)}
+
+
+def base_name(matrix: Matrix, lang: Language) -> str:
+    """What speeds are set against, in words."""
+    wanted = matrix.experiment.baseline
+    return " ".join(f"{key}={as_text(value)}" for key, value in wanted.items()) if wanted else lang("compare.the_reference")
+
+
 def compare_speeds(matrix: Matrix, lang: Language) -> Table:
-    """Every measured speed against the reference path at the same depth. A cell without any measured speed is left to the list of gaps."""
-    names = speed_metrics(matrix)
-    bases = {_peers(row): row for row in matrix.rows if row.cell.path.reference}
+    """Every measured speed against its base at the same depth. A cell without any measured speed is left to the list of gaps."""
+    names, against = speed_metrics(matrix), bases(matrix)
     rows, notes = [], []
     for row in matrix.rows:
-        base = bases.get(_peers(row))
+        base = against.get(peers(row))
         if base is None or base is row or not any(matrix.entry(row, name).measurement for name in names):
             continue
         rows.append([named(matrix, row, lang), *(compare(matrix.entry(row, name), matrix.entry(base, name), lang) for name in names)])
@@ -133,7 +145,8 @@ def compare_speeds(matrix: Matrix, lang: Language) -> Table:
     return Table("", [lang("column.path"), *(title(name, lang) for name in names)], rows, words=1 + len(names), notes=notes)
 
 
-def _peers(row: Row) -> tuple[object, ...]:
+def peers(row: Row) -> tuple[object, ...]:
+    """Cells with the same value may be set against each other."""
     return row.cell.model.name, row.cell.layers, row.cell.device.name, row.cell.bench, row.cell.placement, row.cell.mode
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lab.artifacts import Checkpoint, inspect
+from lab.artifacts import Checkpoint, open_artifact
 from lab.errors import LabError
 from tests.models.tiny import tiny_model, write_checkpoint, write_tokenizer
 
@@ -119,22 +119,22 @@ def test_a_wrong_folder_is_refused_in_one_line(good: Path, tmp_path: Path, break
     shutil.copytree(good, folder)
     break_it(folder)
     with pytest.raises(LabError) as refused:
-        inspect(folder)
+        open_artifact(folder, "qwen4_exp").inspect()
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="no such artifact folder"):
-        inspect(tmp_path / "nowhere")
+        open_artifact(tmp_path / "nowhere", "qwen4_exp").inspect()
 
 
 def test_facts_and_digest(good: Path, tmp_path: Path) -> None:
-    facts = inspect(good)
+    facts = open_artifact(good, "qwen4_exp").inspect()
     assert facts["layers"] == 3 and facts["layout"] == "fused experts" and facts["vocab_size"] == 97
     shutil.copytree(good, tmp_path / "copy")
-    assert inspect(tmp_path / "copy")["sha256"] == facts["sha256"]
+    assert open_artifact(tmp_path / "copy", "qwen4_exp").inspect()["sha256"] == facts["sha256"]
     write_tokenizer(tmp_path / "copy", 96)
-    assert inspect(tmp_path / "copy")["sha256"] != facts["sha256"], "another tokenizer is another artifact"
+    assert open_artifact(tmp_path / "copy", "qwen4_exp").inspect()["sha256"] != facts["sha256"], "another tokenizer is another artifact"
 
 
 def test_sharded_files_and_foreign_tensors(good: Path, tmp_path: Path) -> None:
@@ -149,5 +149,5 @@ def test_sharded_files_and_foreign_tensors(good: Path, tmp_path: Path) -> None:
     (tmp_path / "a" / "model.safetensors").unlink()
     index = {"weight_map": {n: f for f, part in halves.items() for n in part}}
     (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert inspect(tmp_path / "a")["tensors"] == inspect(good)["tensors"]
+    assert open_artifact(tmp_path / "a", "qwen4_exp").inspect()["tensors"] == open_artifact(good, "qwen4_exp").inspect()["tensors"]
     assert sorted(Checkpoint(tmp_path / "a").names()) == sorted(Checkpoint(good).names())

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lab.artifacts import load_tokenizer
 from lab.errors import LabError
 from lab.measure.divergence import DivergenceTally, divergence_metrics, kl_divergence
 from lab.measure.perplexity import PerplexityTally
@@ -123,7 +124,7 @@ def test_prompts_longer_than_the_text_are_refused() -> None:
 
 
 def test_shipped_text_has_both_languages_in_the_first_windows_and_counts_bytes() -> None:
-    text = load_corpus(NANO, NANO / "heldout.txt")
+    text = load_corpus(load_tokenizer(NANO), NANO / "heldout.txt")
     raw = (NANO / "heldout.txt").read_text(encoding="utf-8")
     assert text.token_bytes is not None
     assert int(text.token_bytes[text.ids].sum()) == len(raw.replace("<|endoftext|>", "").encode())

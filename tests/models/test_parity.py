@@ -9,7 +9,7 @@ import torch
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM
 
 from experiments.nano_training.parameters import ParameterBinder, from_checkpoint
-from lab.artifacts import Checkpoint
+from lab.artifacts import Checkpoint, HfWeights, load_tokenizer
 from lab.counters import Counters
 from lab.engines.path_binder import PathBinder
 from lab.errors import LabError
@@ -97,7 +97,7 @@ def test_config_switches_are_followed(change: dict[str, object]) -> None:
 def test_the_bf16_release_streams_from_files(tmp_path: Path, prefix: str) -> None:
     theirs = tiny_model(4)
     write_checkpoint(tmp_path, theirs, "fused", prefix)
-    ours = Qwen4Exp(from_file(tmp_path / "config.json"), PathBinder(Checkpoint(tmp_path), {}, CPU, torch.float32, Counters()))
+    ours = Qwen4Exp(from_file(tmp_path / "config.json"), PathBinder(HfWeights(Checkpoint(tmp_path)), {}, CPU, torch.float32, Counters()))
     ids = text_ids(2, 40)
     torch.testing.assert_close(ours.logits(ids), theirs(input_ids=ids, use_cache=False).logits, atol=TOLERANCE, rtol=0)
 
@@ -106,7 +106,7 @@ def test_block_scales_that_cannot_be_joined_are_refused(tmp_path: Path) -> None:
     """Experts 64 wide: gate and up share a 128-row block once stacked."""
     write_checkpoint(tmp_path, tiny_model(4), "fp8")
     with pytest.raises(LabError, match="no multiple of the 128-row scale blocks"):
-        Qwen4Exp(from_file(tmp_path / "config.json"), PathBinder(Checkpoint(tmp_path), {}, CPU, torch.float32, Counters()))
+        Qwen4Exp(from_file(tmp_path / "config.json"), PathBinder(HfWeights(Checkpoint(tmp_path)), {}, CPU, torch.float32, Counters()))
 
 
 def test_hash_constants_of_the_released_model() -> None:
@@ -140,7 +140,7 @@ def test_fp8_release_with_wide_experts(tmp_path: Path) -> None:
             wide = scale.float().repeat_interleave(128, 1).repeat_interleave(128, 2)[:, : weight.shape[1], : weight.shape[2]]
             getattr(layer.mlp.experts, f"{kind}_proj").data = weight.float() * wide
     counters = Counters()
-    ours = Qwen4Exp(from_file(tmp_path / "config.json"), PathBinder(checkpoint, {}, CPU, torch.float32, counters))
+    ours = Qwen4Exp(from_file(tmp_path / "config.json"), PathBinder(HfWeights(checkpoint), {}, CPU, torch.float32, counters))
     ids = text_ids(2, 40)
     torch.testing.assert_close(ours.logits(ids), theirs(input_ids=ids, use_cache=False).logits, atol=TOLERANCE, rtol=0)
     assert {key[2] for key in counters.tallies if key[1] in ("experts", "ple")} == {"e4m3"}
@@ -151,10 +151,10 @@ def test_shipped_nano_loads_in_transformers_with_the_same_logits() -> None:
     """Through transformers' own loading, so that names, shards and config are right for other people too."""
     theirs = Qwen4ExpForCausalLM.from_pretrained(NANO, dtype=torch.float32, attn_implementation="eager").eval()
     config = from_file(NANO / "config.json")
-    ours = Qwen4Exp(config, PathBinder(Checkpoint(NANO), {}, CPU, torch.float32, Counters()))
+    ours = Qwen4Exp(config, PathBinder(HfWeights(Checkpoint(NANO)), {}, CPU, torch.float32, Counters()))
     from lab.measure.text import load_corpus
 
-    ids = load_corpus(NANO, NANO / "heldout.txt").prompts(2, 200)
+    ids = load_corpus(load_tokenizer(NANO), NANO / "heldout.txt").prompts(2, 200)
     assert config.indexer_budget < 200
     expected = theirs(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(ours.logits(ids), expected, atol=TOLERANCE, rtol=0)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lab.artifacts import load_tokenizer
+from lab.artifacts import open_artifact
 from lab.attempt import Attempt, one_line
 from lab.engines.server.facts import Drafts, listed_models, said_of_itself
 from lab.engines.server.process import ServerProcess, ending_on_signals, start_command
@@ -28,6 +28,7 @@ from lab.provenance import code_sha256
 from lab.record import Measurement, Status
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from lab.engines.server.client import Client
 
 QUALITY = ("ppl", "bits_per_byte")
@@ -105,11 +106,17 @@ class ServerAttempt(Attempt):
         if self.client.count_tokens(self.prompts.body[:PREFILL]) is not None:
             # Should the server stop telling, the prompt stays as it is, and its true length is judged like any other.
             return lambda text: self.client.count_tokens(text) or PREFILL, "the server's tokenizer"
-        folder = self.root / self.cell.model.artifact
-        if (folder / "tokenizer.json").is_file():
-            tokenizer = load_tokenizer(folder)
+        tokenizer = self._tokenizer()
+        if tokenizer is not None:
             return lambda text: len(tokenizer.encode(text, add_special_tokens=False)), "the tokenizer of model.artifact"
         return None, "characters, by the ratio of the first request"
+
+    def _tokenizer(self) -> Tokenizer | None:
+        """That of model.artifact, or None where it is not here. Raises LabError for broken files."""
+        path = self.root / self.cell.model.artifact
+        if not path.exists() or (path.is_dir() and not (path / "tokenizer.json").is_file()):
+            return None
+        return open_artifact(path, self.cell.model.arch).tokenizer()
 
     def _measure(self) -> None:
         bench = self.cell.bench
@@ -140,9 +147,10 @@ class ServerAttempt(Attempt):
         """Perplexity by the local engine's protocol. Raises GapError where the endpoint or the files do not allow it."""
         from lab.engines.server.quality import perplexity  # needs the client's extra, as above
 
-        artifact = self.root / self.cell.model.artifact
+        model = self.cell.model
         try:
-            corpus, tokenizer = load_corpus(artifact, self.root / self.cell.model.corpus), load_tokenizer(artifact)
+            tokenizer = open_artifact(self.root / model.artifact, model.arch).tokenizer()
+            corpus = load_corpus(tokenizer, self.root / model.corpus)
         except LabError as error:
             raise GapError(Status.UNSUPPORTED, f"no perplexity without the model's tokenizer: {one_line(error)}") from None
         self.result.evidence["vocab_size"] = tokenizer.get_vocab_size()

@@ -1,0 +1,53 @@
+"""Token by token: how far two engines' log-likelihoods of the same tokens lie apart, on the same file.
+
+A perplexity can agree by luck; the same tokens' likelihoods cannot. Read from the evidence that `ppl/llama-half@1` leaves in a record. What a difference
+comes from is not said here: rounding, quantised activations and a wrong scale all show up, in this order of size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lab.matrix import Matrix, Row
+from lab.report.language import Language
+from lab.report.markup import Table, escape
+from lab.report.measured import bases, peers
+from lab.report.numbers import significant
+from lab.report.tables import named
+
+
+def token_likelihoods(matrix: Matrix, lang: Language) -> Table:
+    """One line per cell whose tokens its base has scored, too."""
+    against, rows = bases(matrix), []
+    for row in matrix.rows:
+        base = against.get(peers(row))
+        ours, theirs = _scores(row), _scores(base) if base is not None and base is not row else None
+        if ours is None or theirs is None or not _same(row, base, ours, theirs):
+            continue
+        gaps = [a - b for a, b in zip(ours["nll"], theirs["nll"], strict=True)]
+        sizes = sorted(abs(gap) for gap in gaps)
+        rows.append(
+            [
+                escape(named(matrix, row, lang)),
+                f"{len(gaps):,}",
+                significant(sum(gaps) / len(gaps)),
+                significant(sum(sizes) / len(sizes)),
+                significant(sizes[int(0.99 * (len(sizes) - 1))]),
+                significant(sizes[-1]),
+            ]
+        )
+    header = ["column.path", "tokens.count", "tokens.mean", "tokens.mean_size", "tokens.p99", "tokens.max"]
+    return Table("", [lang(key) for key in header], rows)
+
+
+def _scores(row: Row | None) -> dict[str, Any] | None:
+    """The evidence of a cell's current record, or None."""
+    found = row.current.evidence.get("token_nll") if row is not None and row.current is not None else None
+    return found if isinstance(found, dict) and found.get("nll") else None
+
+
+def _same(row: Row, base: Row | None, ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Whether both scored the same tokens of the same file by the same protocol."""
+    assert row.current is not None and base is not None and base.current is not None
+    files = {record.artifact.get("sha256") for record in (row.current, base.current)}
+    return len(files) == 1 and all(ours.get(key) == theirs.get(key) for key in ("protocol", "ids_sha256")) and len(ours["nll"]) == len(theirs["nll"])
