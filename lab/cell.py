@@ -16,6 +16,10 @@ COMPONENTS = ("experts", "trunk", "ple", "head")
 """Weight groups a path chooses a codec and placement for. Everything else (norms, router, token embedding rows) keeps its source precision."""
 
 
+SYNTHETIC = "synthetic"
+"""`model.artifact` of weights that exist nowhere: random codes at the model's sizes (lab.artifacts.synthetic)."""
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -159,7 +163,8 @@ class Cell(_Frozen):
         if self.path.server is None:
             data["path"].pop("server")
         data["bench"].pop("timeout_s")
-        data["model"].pop("geometry")
+        if self.model.artifact != SYNTHETIC:  # whose sizes are all there is
+            data["model"].pop("geometry")
         data["device"] = {key: data["device"][key] for key in ("name", "torch_device", "compute_dtype", "threads")}
         if self.placement == Placement():
             data.pop("placement")

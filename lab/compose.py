@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from hydra.core.override_parser.types import Override
 from pydantic import ValidationError
 
-from lab.cell import COMPONENTS, Cell
+from lab.cell import COMPONENTS, SYNTHETIC, Cell
 from lab.composition import changed, composed
 from lab.devices import auto_device
 from lab.errors import LabError, flat
@@ -213,6 +213,9 @@ def _with_artifact(project: Project, model: dict[str, Any], given: Any) -> dict[
     """The model with the files of `artifact=`, its own becoming what divergence is measured against; and with the architecture that a GGUF file names."""
     if given is not None and (not isinstance(given, str) or not given):
         raise LabError(f"artifact={given}: must be the path of the model's files")
+    if given == SYNTHETIC:
+        sizes = str(model.get("geometry") or "") or f"{model['artifact']}/config.json"
+        return {**model, "artifact": SYNTHETIC, "geometry": sizes, "source": ""}
     if given is not None and given != model["artifact"]:
         model = {**model, "artifact": given, "source": model.get("source") or model["artifact"]}
     if not model["artifact"]:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from lab.cell import Cell
+from lab.cell import SYNTHETIC, Cell
 from lab.compose import compose_cells, known_keys
 from lab.errors import LabError
 from lab.project import Project
@@ -33,7 +33,7 @@ def fill_words(project: Project, cell: Cell) -> tuple[str, ...]:
     except LabError:  # a model that has no files of its own
         words.append(files)
         base = _composed(project, words)
-    if cell.model.source and cell.model.artifact != base.model.artifact:
+    if (cell.model.source or cell.model.artifact == SYNTHETIC) and cell.model.artifact != base.model.artifact:
         words.append(files)  # the short word for both fields it sets
         base = _composed(project, words)
     if base == cell:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lab.cell import Cell
+from lab.cell import SYNTHETIC, Cell, ModelSpec
 from lab.dead_ends import closed_way
 from lab.devices import accelerators, is_expected
 from lab.errors import LabError
@@ -25,8 +25,8 @@ from lab.record import GateResult, Status
 LOCAL_ARCHITECTURES = ("qwen4_exp", "llama", "qwen3", "qwen3_moe")
 """What the local engine has code for. Other architectures can be named, planned and registered."""
 
-Inspect = Callable[[Path, str], dict[str, Any]]
-"""(files, architecture) -> what they are."""
+Inspect = Callable[[Path, ModelSpec], dict[str, Any]]
+"""(project root, model) -> what its files are."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], force: bool = Fal
         if clear(project, cell, force).stop is None:
             if cell.engine != "server":  # a server has its own files, perhaps on another machine
                 _check_format(cell)
-                facts |= look(project.path(cell.model.artifact), cell.model.arch)
+                facts |= look(project.root, cell.model)
             layers = facts.get("layers")
             if isinstance(layers, int) and cell.layers > layers:
                 raise LabError(f"layers={cell.layers}: {cell.model.name} has {layers} layers; choose 1 to {layers}")
@@ -92,6 +92,8 @@ def _check_format(cell: Cell) -> None:
     wanted, artifact = cell.path.format, cell.model.artifact
     if wanted is None or artifact.endswith(f".{wanted}"):
         return
+    if artifact == SYNTHETIC:
+        raise LabError(f"path={cell.path.name} runs {wanted.upper()} files; artifact={SYNTHETIC} is for paths that choose their codecs")
     make = f"python -m lab convert {artifact} {cell.model.name}.{wanted} --to {wanted}"
     raise LabError(f"path={cell.path.name} runs {wanted.upper()} files, and {artifact} is none: give artifact=FILE.{wanted}, or make one with {make}")
 
@@ -113,6 +115,6 @@ def _corpus_sha256(file: Path, name: str) -> str:
 
 
 def _inspect() -> Inspect:
-    from lab.artifacts import open_artifact
+    from lab.artifacts import open_model
 
-    return lambda path, arch: open_artifact(path, arch).inspect()
+    return lambda root, model: open_model(root, model).inspect()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import preflight, sweep
-from lab.cell import Cell
+from lab.cell import Cell, ModelSpec
 from lab.cli import main
 from lab.errors import LabError
 from lab.project import Project
@@ -33,8 +33,9 @@ class NoTracker(Tracker):
         return [Mirrored("none", "0", "now", error="left out in this test") for _ in records]
 
 
-def inspect(folder: Path, arch: str = "qwen4_exp") -> dict[str, Any]:
+def inspect(root: Path, model: ModelSpec) -> dict[str, Any]:
     """Accept any folder with a config.json."""
+    folder = root / model.artifact
     if not (folder / "config.json").is_file():
         raise LabError(f"{folder.name}: no config.json")
     return {"format": "fake", "sha256": "0" * 64, "layers": 12}

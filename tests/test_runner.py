@@ -35,7 +35,7 @@ def attempt(project: Project, monkeypatch: pytest.MonkeyPatch, mode: str, *words
     monkeypatch.setenv("FAKE_MODE", mode)
     cell = cell_of(project, *CELL[:2], *words)
     with StopSignals() as stop:
-        done = fake_runner(project).run(cell, inspect(project.path(cell.model.artifact)), stop, skip_ok=False)
+        done = fake_runner(project).run(cell, inspect(project.root, cell.model), stop, skip_ok=False)
     assert done.file is not None
     assert load_record(done.file) == done.record
     return done.record

@@ -10,10 +10,24 @@ from pathlib import Path
 from lab.artifacts.checkpoint import Checkpoint
 from lab.artifacts.hf import HfArtifact, HfWeights
 from lab.artifacts.inspection import corpus_facts, load_tokenizer
+from lab.artifacts.synthetic import SyntheticArtifact
 from lab.artifacts.weights import Artifact, Stored, Weights
+from lab.cell import SYNTHETIC, ModelSpec
 from lab.errors import LabError
 
-__all__ = ["Artifact", "Checkpoint", "HfArtifact", "HfWeights", "Stored", "Weights", "corpus_facts", "load_tokenizer", "open_artifact"]
+__all__ = ["Artifact", "Checkpoint", "HfArtifact", "HfWeights", "Stored", "SyntheticArtifact", "Weights", "corpus_facts", "load_tokenizer", "open_artifact", "open_model"]
+
+
+TEXT_TOKENIZER = Path("experiments/nano")
+"""Whose tokenizer reads texts for synthetic weights, which have none: it ships with the project, and its ids fit every vocabulary."""
+
+
+def open_model(root: Path, model: ModelSpec, files: str | None = None) -> Artifact | SyntheticArtifact:
+    """The files of a cell's model below the project's `root`, or `files` instead of them. Raises LabError."""
+    files = model.artifact if files is None else files
+    if files == SYNTHETIC:
+        return SyntheticArtifact(root / model.geometry, model.arch, root / TEXT_TOKENIZER)
+    return open_artifact(root / files, model.arch)
 
 
 def open_artifact(path: Path, arch: str) -> Artifact:

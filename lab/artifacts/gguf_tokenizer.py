@@ -3,8 +3,10 @@
 Why by name: a file says only which pre-tokeniser its text is split with (tokenizer.ggml.pre), not how. The expressions below are the ones that llama.cpp
 (src/llama-vocab.cpp, as in llama-cpp-python 0.3.36) knows under those names; a name that is not here is refused, since a wrong split gives plausible tokens
 that are not the model's.
-What it does not prove: equality with the tokenizer.json the file was made from. llama.cpp normalises nothing (Qwen's tokenizer.json composes to NFC), drops
-bytes that the vocabulary lacks, and puts no token before or after a text here: whether it should is in `tokenizer_facts`.
+What it does not prove: equality with the tokenizer.json the file was made from. llama.cpp normalises nothing (Qwen's tokenizer.json composes to NFC) and drops
+bytes that the vocabulary lacks. Two things differ from llama.cpp: characters newer than Unicode 14 may be split elsewhere, as the libraries' tables are of
+different years; and of special tokens that overlap in a text the leftmost wins, not the longest. No token is put before or after a text here; whether one
+should be is in `tokenizer_facts`.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _encoded(source: Path, path: Path, wmode: str, layout: int | None, progress:
         from lab.artifacts.gguf_model import GgufArtifact
 
         artifact = GgufArtifact(source)
-        bos = artifact.metadata.gguf.metadata.get("tokenizer.ggml.bos_token_id", 0)
+        bos = artifact.gguf.metadata.get("tokenizer.ggml.bos_token_id", 0)
     else:
         data = config_json(source)
         artifact = HfArtifact(source, "qwen3")  # one reader for all plain transformers; model_type decides

@@ -173,6 +173,8 @@ def _check_arch(path: Path, arch: Arch, version: int, flags: int, legacy: bool) 
     if mixture != (version == MIXTURE) or (mixture and legacy):
         how = f"the MOE flag {'set' if mixture else 'clear'}{' in the older header' if legacy else ''}"
         raise LabError(f"{path}: version {version} with {how}: they contradict each other")
+    if not mixture and arch.n_experts:
+        raise LabError(f"{path}: header field n_experts is {arch.n_experts} with the MOE flag clear: they contradict each other")
     if mixture and (arch.n_experts * arch.moe_ffn != arch.ffn_dim or not 1 <= arch.top_k <= arch.n_experts):
         raise LabError(
             f"{path}: {arch.n_experts} experts of width {arch.moe_ffn}, {arch.top_k} chosen, and ffn_dim {arch.ffn_dim}: ffn_dim must be their product "

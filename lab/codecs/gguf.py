@@ -124,9 +124,19 @@ _PLAUSIBLE = {
     "Q8_0": (0.999, 0.005),
     "Q2_0": (0.8, 0.3),
     "MXFP4": (0.97, 0.2),
+    "IQ3_S": (0.96, 0.06),
+    "IQ3_XXS": (0.95, 0.08),
+    "Q3_K": (0.95, 0.06),
+    "Q2_K": (0.9, 0.15),
+    "IQ2_S": (0.88, 0.15),
+    "IQ2_XS": (0.87, 0.15),
+    "IQ2_XXS": (0.84, 0.2),
+    "IQ1_M": (0.78, 0.25),
+    "IQ1_S": (0.7, 0.3),
 }
-"""`Codec.plausible` of the types that can be encoded; the others have 4 or 5 bits. A single row of one block strays farthest: MXFP4, whose scales are powers of
-two, by up to 10 % in its norm, bf16 by 0.12 %; a scale that is dropped or applied twice is off by far more."""
+"""`Codec.plausible` of the types that can be encoded; the others have 4 to 6 bits. A single row of one block strays farthest: MXFP4, whose scales are powers of
+two, by up to 10 % in its norm, bf16 by 0.12 %. Least squares shortens: of 1,800 rows of one block, normal and heavy-tailed, the worst lost 20 % with IQ1_S and
+10 % with IQ2_XXS, at cosines of 0.79 and 0.90. A scale that is dropped or applied twice is off by far more."""
 
 
 def _codec(name: str, decoded: Callable[[Tensor], Tensor]) -> type[GgufCodec]:

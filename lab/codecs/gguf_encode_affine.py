@@ -18,7 +18,6 @@ from torch import Tensor
 from lab.codecs.gguf_encode_pack import join_bits, join_crumbs, join_nibbles
 from lab.codecs.gguf_encode_scales import Steps, Unit, fit_block_scale, in_batches, ratio
 
-
 _CUTS, _LEANS = tuple(-0.3 + 0.1 * i for i in range(7)), (-0.5, 0.0, 0.5, 1.0, 1.5)
 """First guesses for a group's range: how much of the weights' own it leaves out (negative: reaches beyond), and how much of that at the low end."""
 

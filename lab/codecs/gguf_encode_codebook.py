@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_SCORES = 1 << 21  # scores held at a time: 8 MiB
+# Scores held at a time: 8 MiB suit a CPU's caches; with as little a GPU would wait for its launches. The answer is the same.
+_SCORES_CPU, _SCORES_GPU = 1 << 21, 1 << 24
 
 
 class Codebook:
@@ -42,7 +43,7 @@ class Codebook:
     def _scores(self, vectors: Tensor) -> Iterator[Tensor]:
         """Scores [piece, e] of pieces of the vectors, in turn in the same memory."""
         width, count = vectors.shape[-1], self._columns.shape[1]
-        piece = max(1, _SCORES // count)
+        piece = max(1, (_SCORES_CPU if vectors.device.type == "cpu" else _SCORES_GPU) // count)
         flat = vectors.reshape(-1, width)
         known = torch.ones(min(piece, len(flat)), width + 1, device=vectors.device)
         out = torch.empty(len(known), count, device=vectors.device)

@@ -112,8 +112,8 @@ def _rule(path: Path, where: str, data: Any) -> Rule:
 
 
 def _type(path: Path, where: str, word: Any) -> GgufType:
-    if word not in ENCODERS:
-        why = "is only read, not written" if word in TYPES else "is no type"
+    if not isinstance(word, str) or word not in ENCODERS:
+        why = "is only read, not written" if isinstance(word, str) and word in TYPES else "is no type"
         raise LabError(f"{path}: {where}: {word!r} {why}; types to write: {', '.join(ENCODERS)}")
     return TYPES[word]
 

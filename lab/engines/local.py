@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lab.artifacts import open_artifact
+from lab.artifacts import SyntheticArtifact, Weights, open_model
 from lab.cell import Cell, ComponentPlan
+from lab.codecs import create
 from lab.counters import Counters
 from lab.engines.path_binder import PathBinder
 from lab.errors import GapError, LabError
@@ -34,11 +35,12 @@ class LocalEngine:
             torch.cuda.reset_peak_memory_stats(self.device)
         native.unavailable()  # compiled at the first use on a machine, which is no part of loading a model
         started = time.perf_counter()
-        artifact = open_artifact(root / (cell.model.artifact if artifact is None else artifact), cell.model.arch)
-        self.config = artifact.config().truncated(cell.layers)
+        opened = open_model(root, cell.model, artifact)
+        self.config = opened.config().truncated(cell.layers)
         self.counters = Counters()
         components = cell.path.components if plan is None else plan
-        self.binder = PathBinder(artifact.weights(), components, self.device, self.dtype, self.counters)
+        weights = _synthetic(opened, cell.layers, components, self.device) if isinstance(opened, SyntheticArtifact) else opened.weights()
+        self.binder = PathBinder(weights, components, self.device, self.dtype, self.counters)
         with torch.no_grad():
             self.model = build(self.config, self.binder)
         self.synchronise()
@@ -73,6 +75,12 @@ class LocalEngine:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return peak_resident_bytes()
+
+
+def _synthetic(artifact: SyntheticArtifact, layers: int, components: dict[str, ComponentPlan], device: torch.device) -> Weights:
+    """Random weights in the codecs that the path asks for, so that nothing has to be encoded."""
+    codecs = {name: create(plan.codec, plan.options) for name, plan in components.items() if plan.codec != "source"}
+    return artifact.weights(layers, codecs, device, frozenset(name for name, plan in components.items() if plan.placement == "host"))
 
 
 def peak_resident_bytes() -> int:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from lab.artifacts import open_artifact
+from lab.artifacts import open_model
 from lab.attempt import Attempt, one_line
+from lab.cell import SYNTHETIC
 from lab.engines.local import LocalEngine, is_out_of_memory, usable_cores, usable_device
 from lab.errors import GapError
 from lab.measure.divergence import DivergenceTally, divergence_metrics
@@ -49,17 +50,22 @@ class LocalAttempt(Attempt):
         self.phase("check", cell.model.artifact)
         device = usable_device(cell.device.torch_device)
         self.result.environment = environment(device)
-        artifact = open_artifact(self.root / cell.model.artifact, cell.model.arch)
+        artifact = open_model(self.root, cell.model)
         self.result.artifact = artifact.inspect()
         corpus = load_corpus(artifact.tokenizer(), self.root / cell.model.corpus)
         bounds = self._bounds(device)
-        reference = self._reference(corpus)
+        synthetic = cell.model.artifact == SYNTHETIC
+        reference = None if synthetic else self._reference(corpus)
         self.phase("load", f"{cell.path.name}, {cell.layers} layers")
         engine = LocalEngine(cell, self.root)
         self.result.environment["threads"] = torch.get_num_threads()
         self._keep_load(engine)
         try:
-            self._score(engine, corpus, reference)
+            if synthetic:
+                self.gap(QUALITY, Status.UNSUPPORTED, "synthetic weights: random codes have no quality to measure")
+                self.result.notes.append("synthetic weights: random codes at the model's sizes; only speed, memory and placement mean anything")
+            else:
+                self._score(engine, corpus, reference)
             self.phase("parity", "steps against the whole")
             self.result.evidence["parity"] = step_parity(engine, corpus)
         except ValueError as error:

@@ -7,12 +7,15 @@ GPU, so all of it replays in a CUDA graph. What it does not prove: that the laun
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lab.kernels.backend import jit, launch_options, require, require_gpu, use_ptx, wait_for_inputs
+from lab.kernels.backend import launch_options, require, require_gpu, use_ptx, wait_for_inputs
 from lab.kernels.gguf_gpu import GpuBlocks
 from lab.kernels.gguf_gpu_step import add_products, group_factors, load_group, load_run, token_sums
 from lab.kernels.gguf_gpu_types import BlockSpec
@@ -21,12 +24,14 @@ from lab.kernels.gguf_gpu_weight import table_words
 TOKENS = 8
 """The most tokens `product` takes."""
 Shape = tuple[int, int, int]
-"""(words per step, steps asked for at once, warps). With a multiple of 32 words per warp, a thread holds all 8 rows of its words and of its activations; with fewer,
-Triton moves every weight through shared memory."""
+"""(words per step, steps asked for at once, warps). With a multiple of 32 words per warp, a thread holds all 8 rows of its words and its activations; with
+fewer, Triton moves every weight through shared memory."""
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["tokens", "share", "experts", "rows", "blocks", "cols", "t0", "t1", "t2", "t3"])
+"""Sizes that differ from call to call do not make another kernel."""
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-@jit
+@_jit
 def _product_kernel(
     x_ptr: tl.tensor, ids_ptr: tl.tensor, words_ptr: tl.tensor, scale_ptr: tl.tensor, small_ptr: tl.tensor, offset_ptr: tl.tensor,
     small_offset_ptr: tl.tensor, table_ptr: tl.tensor, out_ptr: tl.tensor, t0: tl.tensor, t1: tl.tensor, t2: tl.tensor, t3: tl.tensor,
@@ -74,7 +79,7 @@ def _product_kernel(
     tl.store(where, value.to(out_ptr.dtype.element_ty), mask=((row < rows) & (token < tokens)) != 0)
 
 
-@jit
+@_jit
 def _floats_kernel(
     x_ptr: tl.tensor, ids_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, tokens: tl.tensor, share: tl.tensor, experts: tl.tensor, rows: tl.tensor,
     cols: tl.tensor, M: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
@@ -102,7 +107,7 @@ def _floats_kernel(
         tl.store(out_ptr + (slot + m).to(tl.int64) * rows + row, value, mask=((row < rows) & (m < tokens)) != 0)
 
 
-@jit
+@_jit
 def _decode_kernel(
     words_ptr: tl.tensor, scale_ptr: tl.tensor, small_ptr: tl.tensor, offset_ptr: tl.tensor, small_offset_ptr: tl.tensor, table_ptr: tl.tensor,
     out_ptr: tl.tensor, rows: tl.tensor, blocks: tl.tensor,
@@ -150,6 +155,7 @@ def expert_slots(blocks: GpuBlocks, ids: Tensor, x: Tensor, out: Tensor | None =
     Slots of id -1 are zeros; an id beyond the stack gives NaN, since looking at ids here would wait for the GPU.
     """
     require(ids.ndim == 1 and len(ids) > 0 and not ids.is_floating_point(), _who(blocks), f"ids are {ids.dtype} {list(ids.shape)}, not integers [slots]")
+    require(len(ids) < 1 << 16, _who(blocks), f"{len(ids)} slots: a launch takes 65,535; give them in pieces")
     require(x.ndim == 2 and len(x) > 0 and len(ids) % len(x) == 0, _who(blocks), f"x {list(x.shape)} does not divide {len(ids)} slots")
     return _multiply(blocks, x, ids.contiguous(), len(ids), _result(blocks, x, len(ids), out), shape)
 

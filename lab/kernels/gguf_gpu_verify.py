@@ -20,7 +20,7 @@ from lab.kernels.verify import Error, relative_error
 
 
 def random_blocks(name: str, shape: tuple[int, ...], device: str) -> Tensor:
-    """Blocks uint8 [.., rows, row bytes] of a type for weights [.., rows, cols]: every code and small scale at random, large scales of either sign near 1/50."""
+    """Blocks uint8 [.., rows, row bytes] of a type for weights [.., rows, cols]: codes and small scales at random, large scales of either sign near 1/50."""
     codec = GGUF_CODECS[f"gguf:{name}"]()
     row_bytes = codec.row_bytes(shape[-1])
     if name in _FLOATS:
@@ -43,7 +43,7 @@ def _poison(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
 
 
 def check_product(name: str, rows: int, cols: int, tokens: int, kind: torch.dtype, device: str) -> Iterator[Error]:
-    """`product` of `tokens` activations of dtype `kind` into float32, then into `kind`."""
+    """`product` of `tokens` activations of dtype `kind` into float32."""
     codec = GGUF_CODECS[f"gguf:{name}"]()
     parts = {PART: random_blocks(name, (rows, cols), device)}
     blocks, weight = transcode(codec, parts, cols), codec.decode(parts, cols)

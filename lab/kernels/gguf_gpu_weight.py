@@ -43,9 +43,10 @@ def _mantissa_ptx(bits: int) -> str:
 _LOOKUP = tl.constexpr(_lookup_ptx())
 _LOOKUP_ARGS = tl.constexpr(",".join(["=&f"] * 8 + ["r"] * 5))
 _EIGHT = tl.constexpr((tl.float32,) * 8)
-_MANTISSA = tl.constexpr(tuple(_mantissa_ptx(max(bits, 1)) for bits in range(9)))  # by bits; 1, 2, 4 and 8 are used
-_MANTISSA_ARGS = tl.constexpr(tuple(",".join(["=&r"] * (32 // max(bits, 1)) + ["r"]) for bits in range(9)))
-_WORDS = tl.constexpr(tuple((tl.int32,) * (32 // max(bits, 1)) for bits in range(9)))
+_BITS = (1, 2, 4, 8)
+_MANTISSA = tl.constexpr(tuple(_mantissa_ptx(bits) for bits in _BITS))
+_MANTISSA_ARGS = tl.constexpr(tuple(",".join(["=&r"] * (32 // bits) + ["r"]) for bits in _BITS))
+_WORDS = tl.constexpr(tuple((tl.int32,) * (32 // bits) for bits in _BITS))
 
 
 def table_words(levels: tuple[int, ...]) -> tuple[int, int, int, int]:
@@ -63,7 +64,8 @@ def looked_up(words: tl.tensor, t0: tl.tensor, t1: tl.tensor, t2: tl.tensor, t3:
 @jit
 def mantissas(words: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
     """1 + code / 2^BITS of every code of each word, as a tuple of float32 bits in int32 tensors. NVIDIA only."""
-    return tl.inline_asm_elementwise(_MANTISSA[BITS], _MANTISSA_ARGS[BITS], [words], dtype=_WORDS[BITS], is_pure=True, pack=1)
+    at: tl.constexpr = BITS // 2 - BITS // 8  # 0, 1, 2, 3 of 1, 2, 4, 8
+    return tl.inline_asm_elementwise(_MANTISSA[at], _MANTISSA_ARGS[at], [words], dtype=_WORDS[at], is_pure=True, pack=1)
 
 
 @jit
@@ -75,7 +77,9 @@ def mantissa(words: tl.tensor, PLACE: tl.constexpr, BITS: tl.constexpr) -> tl.te
 
 
 @jit
-def decoded(words: tl.tensor, t0: tl.tensor, t1: tl.tensor, t2: tl.tensor, t3: tl.tensor, BITS: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr) -> tl.tensor:
+def decoded(
+    words: tl.tensor, t0: tl.tensor, t1: tl.tensor, t2: tl.tensor, t3: tl.tensor, BITS: tl.constexpr, TABLE: tl.constexpr, PTX: tl.constexpr
+) -> tl.tensor:
     """What `weight_at` takes: with PTX all codes of each word at once, else the words themselves."""
     if PTX:
         if TABLE:

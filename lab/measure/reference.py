@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lab.artifacts import open_artifact
+from lab.artifacts import open_model
 from lab.cell import COMPONENTS, Cell, ComponentPlan
 from lab.engines.local import LocalEngine, is_out_of_memory
 from lab.errors import GapError, LabError
@@ -100,7 +100,7 @@ def _source_sha256(cell: Cell, root: Path, corpus: Corpus) -> str:
     if not path.exists():
         raise GapError(Status.UNSUPPORTED, f"{cell.model.source} is not here: divergence is measured against the model before it was converted")
     try:
-        source = open_artifact(path, cell.model.arch)
+        source = open_model(root, cell.model, cell.model.source)
         theirs, found = load_corpus(source.tokenizer(), root / cell.model.corpus), source.inspect()
     except LabError as error:
         raise GapError(Status.UNSUPPORTED, f"no divergence from {cell.model.source}: {error}") from None
@@ -113,7 +113,7 @@ def make_reference(cell: Cell, root: Path, out: Path) -> None:
     """Scores the windows with the source-precision model and writes the file, aside first."""
     model = cell.model
     files = model.source or model.artifact
-    corpus = load_corpus(open_artifact(root / files, model.arch).tokenizer(), root / model.corpus)
+    corpus = load_corpus(open_model(root, model, files).tokenizer(), root / model.corpus)
     engine = LocalEngine(cell, root, SOURCE_PLAN, files)
     bench = cell.bench
     windows, scored = corpus.windows(bench.ppl_context, bench.ppl_stride, min(bench.ppl_windows, MAX_WINDOWS))

@@ -35,6 +35,7 @@ TEXTS = [
     "👨‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪🇫🇷 ☺️",
     "a\u00a0b\u2003c\u3000d\u2028e\u0085f\u200bg\ufeffh\u1680i",
     "\x00\x01\x04\x16\x1b[0m\x7f\x80 !\x16! \x04\x04",
+    "#\x16# %\x04% (!) \x16\x16;\x16;\x04;",
     "\ufffd\ufffe \ue000 \U0010ffff \U000e0001 𝔘𝔫𝔦 𠀀",
     "<|im_start|>user\n<tool><name>hi</tool><tool> <unk></s>[PAD2565]<|endoftext|> <|im_end|>",
     "   \n  \n\n x  \ny",

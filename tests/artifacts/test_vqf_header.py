@@ -79,6 +79,7 @@ REFUSED = [
     (b"", "empty file"),
     (changed(PLAIN, 4, "I", 3), "version 3 with the MOE flag clear: they contradict"),
     (changed(PLAIN, 8, "I", 0x223), "version 2 with the MOE flag set: they contradict"),
+    (changed(PLAIN, 180, "I", 2), "n_experts is 2 with the MOE flag clear"),
     (changed(MIXTURE, 184, "I", 31), "5 experts of width 31, 2 chosen, and ffn_dim 160"),
     (changed(MIXTURE, 188, "I", 6), "6 chosen"),
     (changed(MIXTURE, 192, "I", 1), "shared_experts is 1"),

@@ -22,6 +22,16 @@ from lab.codecs.vqf import vqf_codec
 from lab.errors import LabError
 from tests.artifacts.vqf_files import DIM, LAYERS, VOCAB, Spec, dual, put_beside, q4, random_weights, spec
 
+
+@pytest.fixture(autouse=True)
+def one_thread() -> object:
+    """Thousands of tiny operations: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 BOTH = [("q8", "Q8_0", "8X8"), ("q4", "Q4_0", "")]
 
 

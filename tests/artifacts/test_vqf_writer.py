@@ -70,6 +70,15 @@ def decoded(stored: Stored) -> Tensor:
     return stored.codec.decode(stored.parts, stored.shape[-1])
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> object:
+    """Thousands of tiny operations: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 ENGINES = {"q4i": Engine(), "g256": Engine(wmode="g256")}
 
 

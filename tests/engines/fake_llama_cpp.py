@@ -27,7 +27,7 @@ _STEP_S = 0.0004
 class Batch(ctypes.Structure):
     """struct llama_batch of llama.h."""
 
-    _fields_ = [  # noqa: RUF012 - how ctypes wants it
+    _fields_ = [
         ("n_tokens", ctypes.c_int32),
         ("token", ctypes.POINTER(ctypes.c_int32)),
         ("embd", ctypes.POINTER(ctypes.c_float)),
@@ -209,7 +209,7 @@ class FakeLlama:
         ids = [(ctypes.c_int32 * lanes)() for _ in range(size)]
         batch = Batch(token=(ctypes.c_int32 * size)(), pos=(ctypes.c_int32 * size)(), n_seq_id=(ctypes.c_int32 * size)(), logits=(ctypes.c_int8 * size)())
         batch.seq_id = (ctypes.POINTER(ctypes.c_int32) * size)(*(ctypes.cast(each, ctypes.POINTER(ctypes.c_int32)) for each in ids))
-        batch.kept = ids  # type: ignore[attr-defined]
+        batch.kept = ids
         return batch
 
     def llama_batch_free(self, _batch: Batch) -> None: ...

@@ -29,10 +29,10 @@ def text(characters: int = 2600) -> str:
     return " ".join("".join(letters.choices("abcdfgijklm", k=3)) for _ in range(characters // 4))
 
 
-def write_model(root: Path, arch: str = "llama", kind: Kind = Kind.F32, **lies: Any) -> Path:
+def write_model(root: Path, arch: str = "llama", kind: Kind = Kind.F32, lies: dict[str, Any] | None = None) -> Path:
     """A random model as `root`/model.gguf."""
     model = model_of(hf_model(arch), arch)
-    model.kind_of, model.lies = (lambda name: kind), lies
+    model.kind_of, model.lies = (lambda name: kind), lies or {}
     return model.write(root / "model.gguf")
 
 

@@ -29,6 +29,7 @@ from lab.record import Measurement, Status
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
     from lab.engines.server.client import Client
 
 QUALITY = ("ppl", "bits_per_byte")
