@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Key = tuple[int | None, str, str, str]
+_FIELDS = ("calls", "rows", "weight_bytes", "flops")
 
 
 @dataclass
@@ -24,17 +25,49 @@ class Tally:
     flops: int = 0
 
 
+@dataclass
+class Recording:
+    """What one run of a captured graph counts, and how often it was replayed since that was last added."""
+
+    tallies: dict[Key, Tally]
+    replays: int = 0
+
+
 class Counters:
     """Tallies by (layer, component, op, device). One instance per engine; not thread-safe."""
 
     def __init__(self) -> None:
-        self.tallies: dict[Key, Tally] = {}
+        self._tallies: dict[Key, Tally] = {}
+        self._recordings: list[Recording] = []
+
+    @property
+    def tallies(self) -> dict[Key, Tally]:
+        """Totals so far, replays of captured graphs included."""
+        for recording in self._recordings:
+            for key, one in recording.tallies.items():
+                if recording.replays:
+                    sums = self._tallies.setdefault(key, Tally())
+                    for field in _FIELDS:
+                        setattr(sums, field, getattr(sums, field) + recording.replays * getattr(one, field))
+            recording.replays = 0
+        return self._tallies
+
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Counts what runs inside aside: it is added once for every replay of the graph captured there. A replay runs no Python that could count."""
+        held, self._tallies = self.tallies, {}
+        recording = Recording(self._tallies)
+        try:
+            yield recording
+        finally:
+            self._tallies = held
+        self._recordings.append(recording)
 
     def add(self, key: Key, rows: int, weight_bytes: int, flops: int) -> None:
         """Counts one call."""
-        tally = self.tallies.get(key)
+        tally = self._tallies.get(key)
         if tally is None:
-            tally = self.tallies[key] = Tally()
+            tally = self._tallies[key] = Tally()
         tally.calls += 1
         tally.rows += rows
         tally.weight_bytes += weight_bytes
@@ -48,7 +81,7 @@ class Counters:
     def totals(self) -> Tally:
         """The sum over all keys."""
         tallies = self.tallies.values()
-        return Tally(*(sum(getattr(t, f) for t in tallies) for f in ("calls", "rows", "weight_bytes", "flops")))
+        return Tally(*(sum(getattr(t, f) for t in tallies) for f in _FIELDS))
 
     def rows(self, component: str) -> int:
         """Rows of activations that all operations of a component have seen."""
@@ -60,5 +93,5 @@ class Counters:
         before, result = self.totals(), Tally()
         yield result
         after = self.totals()
-        for field in ("calls", "rows", "weight_bytes", "flops"):
+        for field in _FIELDS:
             setattr(result, field, getattr(after, field) - getattr(before, field))

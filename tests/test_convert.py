@@ -148,6 +148,12 @@ def test_a_row_that_fits_nothing_names_tensor_and_type(tmp_path: Path) -> None:
     assert plan.choose("aa", None, 48) == TYPES["F16"] and plan.choose("aa", 3, 64) == TYPES["Q8_0"]
 
 
+def test_rules_that_decide_nothing_are_known(tmp_path: Path) -> None:
+    rules = "rules: [{tensors: 'a.*', type: F16}, {tensors: ab, type: F32}, {tensors: c, layers: 5, type: F32}, {tensors: d, layers: 0-2, type: F32}]"
+    plan = read_plan(_plan(tmp_path, rules + "\ndefault: {type: Q8_0, fallback: F16}"))
+    assert plan.idle([("ab", 0), ("c", 4), ("d", 2), ("e", None)]) == [1, 2]
+
+
 @pytest.mark.parametrize("path", sorted(PLANS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_plan_that_comes_with_the_project_fits_nano_and_the_released_sizes(path: Path) -> None:
     plan = read_plan(path)

@@ -187,8 +187,8 @@ def test_reference_diverges_from_itself_by_the_noise_floor_only(root: Path, cach
 def _through_the_reference(self: PackedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """What a silent fallback does: the experts computed from decoded source-precision copies."""
     plain = create("bf16")
-    copies = [Packed(plain, plain.encode(s.codec.decode(s.parts, s.shape[-1])), s.shape, s.key[0], "experts", s.counters) for s in (self.gate_up, self.down)]
-    return _ORIGINAL(PackedExperts(*copies), x, ids, weights)
+    copies = [Packed(plain, plain.encode(s.codec.decode(s.parts, s.shape[-1])), s.shape, s.key[0], "experts", s.counters) for s in (*self.gate_up, self.down)]
+    return _ORIGINAL(PackedExperts(copies[:-1], copies[-1]), x, ids, weights)
 
 
 def _around_the_counters(self: PackedExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -222,8 +222,9 @@ def test_experts_secretly_routed_elsewhere_are_not_this_path(
 
 def _trunk_around_the_counters(self: PackedLinear, x: Tensor) -> Tensor:
     """A fallback in prefill only, that nothing counts."""
-    if self.weight.key[1] == "trunk" and x.shape[1] > 1:
-        return torch.nn.functional.linear(x, self.weight.codec.decode(self.weight.parts, self.weight.shape[-1]))
+    (weight,) = self.blocks
+    if weight.key[1] == "trunk" and x.shape[1] > 1:
+        return torch.nn.functional.linear(x, weight.codec.decode(weight.parts, weight.shape[-1]))
     return _LINEAR(self, x)
 
 

@@ -11,10 +11,12 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -111,20 +113,22 @@ def _bar() -> Iterator[Progress]:
 
 
 def _print(done: Relaid | Written) -> None:
-    out = console()
+    out = partial(console().print, soft_wrap=True, markup=False)
     if isinstance(done, Relaid):
         moved = f"{len(done.moved)} tensors laid out anew ({', '.join(done.moved)})" if done.moved else "no tensor had to move"
-        out.print(f"{done.path}  {done.nbytes} bytes  layout {done.from_layout:#x} -> {done.to_layout:#x} ({names(done.to_layout)})")
-        out.print(f"{moved}; lossless: what moved was put back and compared, the rest was copied")
+        out(f"{done.path}  {done.nbytes} bytes  layout {done.from_layout:#x} -> {done.to_layout:#x} ({names(done.to_layout)})")
+        out(f"{moved}; lossless: what moved was put back and compared, the rest was copied")
         if done.dropped:
-            out.print(f"left out: {', '.join(done.dropped)}")
+            out(f"left out: {', '.join(done.dropped)}")
         return
     title = f"{done.path}  {done.nbytes} bytes  flags {done.flags:#x}, layout {done.flags & LAYOUT:#x} ({names(done.flags & LAYOUT)})"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = Table(title=escape(title), box=box.SIMPLE_HEAD, title_justify="left")
     for heading in ("type", "tensors", "weights", "bytes", "bpw", "least cosine", "lossless"):
         table.add_column(heading, justify="left" if heading == "type" else "right")
     for name, each in sorted(done.sums.items(), key=lambda item: -item[1].nbytes):
         bits, lossless = f"{8 * each.nbytes / each.weights:.3f}", "yes" if each.lossless else "no"
         table.add_row(name, str(len(each.tensors)), str(each.weights), str(each.nbytes), bits, f"{each.cosine:.6f}", lossless)
-    out.print(table)
-    out.print("vocab.bin, which Kestrel's engine wants beside the file, is not written; take it from Kestrel's converter")
+    console().print(table)
+    if any(name in ("vqf:Q8_0", "vqf:G256") for name in done.sums):
+        out("flag bit 0 is clear, which means plain rows or 4x4 tiles: a reader must be told that these are rows")
+    out("vocab.bin, which Kestrel's engine wants beside the file, is not written; take it from Kestrel's converter")

@@ -8,6 +8,7 @@ What it does not prove: that the bits are true. `lab.artifacts.vqf_blocks` looks
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -75,11 +76,15 @@ class LayoutRefusedError(LabError):
     def __init__(self, path: Path, file_flags: int, engine_flags: int) -> None:
         self.path, self.file_flags, self.engine_flags = path, file_flags & LAYOUT, engine_flags & LAYOUT
         differ = names(self.file_flags ^ self.engine_flags)
-        fix = f"python -m lab convert {path} OUT --to vqf --layout {self.engine_flags:#x}"
+        fix = f"python -m lab convert {shlex.quote(str(path))} OUT --to vqf --layout {self.engine_flags:#x}"
         super().__init__(
             f"{path}: layout flags {self.file_flags:#x}, the engine is configured for {self.engine_flags:#x} ({differ} differs); nothing relaxes this check, "
             f"convert the file: {fix}"
         )
+
+    def __reduce__(self) -> tuple[type[LayoutRefusedError], tuple[Path, int, int]]:
+        """An exception is copied between processes by its arguments, which here are not the message."""
+        return type(self), (self.path, self.file_flags, self.engine_flags)
 
     def table(self) -> str:
         """Both words, then one line per layout bit: what the file says, what the engine expects, and whether they agree."""

@@ -77,8 +77,8 @@ def convert(source: Path, target: Path, plan_path: Path, force: bool = False) ->
     data = config_json(source) if source.is_dir() else {}
     if source.is_dir() and data.get("model_type") not in MODEL_TYPES:
         raise LabError(f"{source / 'config.json'}: model_type {data.get('model_type')!r}; only qwen4_exp can be written as GGUF yet")
-    if target.exists() and not force:
-        raise LabError(f"{target} exists; choose another name or say --force")
+    if target.is_dir() or (target.exists() and not force):
+        raise LabError(f"{target} is a folder; name a file in it" if target.is_dir() else f"{target} exists; choose another name or say --force")
     artifact = HfArtifact(source, "qwen4_exp")
     config = artifact.config()
     assert isinstance(config, Qwen4ExpConfig)
@@ -86,6 +86,8 @@ def convert(source: Path, target: Path, plan_path: Path, force: bool = False) ->
     facts, weights = artifact.inspect(), artifact.weights()
     tensors = outgoing(config, weights)
     planned = [Planned(each.name, each.shape, _type(plan, each)) for each in tensors]
+    for idle in plan.idle((each.name, each.layer) for each in tensors if not each.vector):
+        say(f"note: {plan_path}: rules[{idle}] decides about no tensor of this model")
     text = {**data, **data.get("text_config", {})}
     bos = text.get("bos_token_id")
     metadata: dict[str, MetaValue] = {

@@ -8,7 +8,7 @@ What a plan does not decide: vectors, convolution taps and norms, which llama.cp
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class TypePlan:
 
     def choose(self, name: str, layer: int | None, cols: int) -> GgufType:
         """The type of a matrix with rows of `cols` weights. Raises LabError where it does not fit and the rule has no fallback."""
-        rule = next(rule for rule in self.rules if rule.matches(name, layer))
+        rule = self.rules[self._first(name, layer)]
         if rule.type.fits(cols):
             return rule.type
         if rule.fallback is None:
@@ -56,6 +56,14 @@ class TypePlan:
         if not rule.fallback.fits(cols):
             raise LabError(f"{self.where}: tensor {name}: rows of {cols} weights fit neither {rule.type.name} nor its fallback {rule.fallback.name}")
         return rule.fallback
+
+    def idle(self, tensors: Iterable[tuple[str, int | None]]) -> list[int]:
+        """Positions of rules that decide about none of these (name, layer): mistyped, hidden by an earlier one, or for a deeper model."""
+        used = {self._first(name, layer) for name, layer in tensors}
+        return [i for i in range(len(self.rules) - 1) if i not in used]
+
+    def _first(self, name: str, layer: int | None) -> int:
+        return next(i for i, rule in enumerate(self.rules) if rule.matches(name, layer))
 
 
 def find_plan(word: str, folder: Path) -> Path:

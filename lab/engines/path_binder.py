@@ -8,13 +8,14 @@ caught here, not in a perplexity of 142.6. What is resident where, and how close
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab import ops_gpu
 from lab.artifacts import Stored, Weights
 from lab.cell import ComponentPlan
 from lab.codecs import Codec, Parts, cosine, create, verify_encoding
@@ -49,6 +50,7 @@ class PathBinder:
         self.quality: dict[str, list[tuple[float, int]]] = defaultdict(list)
         self.source_codecs: dict[str, set[str]] = defaultdict(set)
         self.kernels: dict[str, str] = {}
+        self._computed: dict[str, set[str]] = defaultdict(set)
         self._embedded: dict[str, list[tuple[Codec, Parts, tuple[int, ...]]]] = {}
 
     def at_layer(self, layer: int | None) -> None:
@@ -64,8 +66,9 @@ class PathBinder:
             return PackedLinear(*placed, order=None if order is None else order.to(self.device))
         blocks = self.weights.matrix(name)
         if component in self.codecs:
-            return PackedLinear(*self._packed(component, [_whole(blocks, order)] if order is not None or len(blocks) > 1 else blocks, name))
-        return PackedLinear(*self._packed(component, blocks, name), order=None if order is None else order.to(self.device))
+            whole = [_whole(blocks, order)] if order is not None or len(blocks) > 1 else blocks
+            return self._fast(ops_gpu.linear, PackedLinear(*self._packed(component, whole, name)))
+        return self._fast(ops_gpu.linear, PackedLinear(*self._packed(component, blocks, name), order=None if order is None else order.to(self.device)))
 
     def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Float32 on the compute device."""
@@ -82,7 +85,8 @@ class PathBinder:
         gate_up, down = self.weights.experts(prefix, count)
         if "experts" in self.codecs and len(gate_up) > 1:
             gate_up = [_whole(gate_up, None)]
-        return PackedExperts(self._packed("experts", gate_up, f"{prefix}.gate_up"), *self._packed("experts", down, f"{prefix}.down"))
+        packed = PackedExperts(self._packed("experts", gate_up, f"{prefix}.gate_up"), *self._packed("experts", down, f"{prefix}.down"))
+        return self._fast(ops_gpu.experts, packed)
 
     def table(self, prefix: str, rows: int, width: int) -> Table:
         """The n-gram table, encoded shard by shard into its final place: at 51 GB there is no room for a second copy. Only a codec with one scale for
@@ -92,11 +96,11 @@ class PathBinder:
         wanted = self.codecs.get("ple")
         if shards > 1 and wanted is not None and wanted.shared and not first.codec.shared:
             whole = _whole([self.weights.table_shard(prefix, index) for index in range(shards)], None)
-            return PackedTable(self._packed("ple", [whole], prefix)[0], self.dtype, self.device)
+            return self._fast(ops_gpu.table, PackedTable(self._packed("ple", [whole], prefix)[0], self.dtype, self.device))
         codec, parts = self._encoded("ple", first, prefix)
         if shards > 1:
             parts = self._assembled(rows, parts, codec, prefix, shards)
-        return PackedTable(self._packed_parts("ple", codec, parts, (rows, width)), self.dtype, self.device)
+        return self._fast(ops_gpu.table, PackedTable(self._packed_parts("ple", codec, parts, (rows, width)), self.dtype, self.device))
 
     def embedding(self, name: str, rows: int, width: int) -> Table:
         """Token embedding rows in the file's own encoding."""
@@ -119,6 +123,18 @@ class PathBinder:
                 whole[key][start : start + len(parts[key])] = parts[key]
             start += next(len(p) for k, p in parts.items() if k not in codec.shared)
         return whole
+
+    def _fast(self, swap: Callable[[Any, torch.dtype], tuple[Any, str | None]], op: Any) -> Any:
+        """The operation through a kernel where `swap` finds one; what computes with each codec, and why not a kernel, is kept as evidence."""
+        if self.device.type == "cpu":
+            return op
+        found, reason = swap(op, self.dtype)
+        stacks = [*op.blocks] if isinstance(op, PackedLinear) else [*op.gate_up, op.down] if isinstance(op, PackedExperts) else [op.weight]
+        for packed in stacks:
+            names = self._computed[f"{packed.codec.name} on {packed.device.type}"]
+            names.add("triton" if found is not op else f"torch ({reason})")
+            self.kernels[f"{packed.codec.name} on {packed.device.type}"] = ", ".join(sorted(names))
+        return found
 
     def _packed(self, component: str, blocks: Sequence[Stored], name: str) -> list[Packed]:
         return [self._packed_parts(component, *self._encoded(component, block, name), block.shape, i == 0) for i, block in enumerate(blocks)]

@@ -26,7 +26,7 @@ TOKENS = 8
 Shape = tuple[int, int, int]
 """(words per step, steps asked for at once, warps). With a multiple of 32 words per warp, a thread holds all 8 rows of its words and its activations; with
 fewer, Triton moves every weight through shared memory."""
-_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["tokens", "share", "experts", "rows", "blocks", "cols", "t0", "t1", "t2", "t3"])
+_jit: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=["tokens", "share", "experts", "rows", "blocks", "t0", "t1", "t2", "t3"])
 """Sizes that differ from call to call do not make another kernel."""
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -82,7 +82,7 @@ def _product_kernel(
 @_jit
 def _floats_kernel(
     x_ptr: tl.tensor, ids_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, tokens: tl.tensor, share: tl.tensor, experts: tl.tensor, rows: tl.tensor,
-    cols: tl.tensor, M: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
+    M: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PTX: tl.constexpr,
 ) -> None:  # fmt: skip
     """The same for weights that are floats, [E, rows, cols] in row order."""
     wait_for_inputs(PTX)
@@ -90,16 +90,16 @@ def _floats_kernel(
     expert = slot.to(tl.int64) * 0
     if SLOTS:
         expert = tl.load(ids_ptr + slot).to(tl.int64)
-        x_ptr += (slot // share).to(tl.int64) * cols
+        x_ptr += (slot // share).to(tl.int64) * COLUMNS
     held = (expert >= 0) & (expert < experts)
-    first = weight_ptr + (tl.where(held, expert, 0) * rows + row)[:, None] * cols
+    first = weight_ptr + (tl.where(held, expert, 0) * rows + row)[:, None] * COLUMNS
     total = (tl.zeros([ROWS, TILE], dtype=tl.float32),) * M
-    for start in tl.range(0, cols, TILE):
+    for start in tl.range(0, COLUMNS, TILE):
         column = (start + tl.arange(0, TILE))[None, :]
-        weight = tl.load(first + column, mask=((row < rows)[:, None] & (column < cols) & held) != 0, other=0).to(tl.float32)
-        grown = (total[0] + weight * tl.load(x_ptr + column, mask=column < cols, other=0).to(tl.float32),)
+        weight = tl.load(first + column, mask=((row < rows)[:, None] & (column < COLUMNS) & held) != 0, other=0).to(tl.float32)
+        grown = (total[0] + weight * tl.load(x_ptr + column, mask=column < COLUMNS, other=0).to(tl.float32),)
         for m in tl.static_range(1, M):
-            x = tl.load(x_ptr + m * cols + column, mask=((column < cols) & (m < tokens)) != 0, other=0).to(tl.float32)
+            x = tl.load(x_ptr + m * COLUMNS + column, mask=((column < COLUMNS) & (m < tokens)) != 0, other=0).to(tl.float32)
             grown = grown + (total[m] + weight * x,)  # type: ignore[assignment]  # noqa: RUF005
         total = grown
     for m in tl.static_range(M):
@@ -204,8 +204,8 @@ def _multiply(blocks: GpuBlocks, x: Tensor, ids: Tensor | None, count: int, out:
     x = x.contiguous()
     if blocks.spec is None:
         _floats_kernel[(triton.cdiv(blocks.rows, 4), slots)](
-            x, out if ids is None else ids, blocks.words, out, len(x), share, len(blocks.words), blocks.rows, blocks.cols,
-            m, ids is not None, 4, 256, use_ptx(), num_warps=4, **launch_options(),
+            x, out if ids is None else ids, blocks.words, out, len(x), share, len(blocks.words), blocks.rows,
+            m, ids is not None, blocks.cols, 4, 256, use_ptx(), num_warps=4, **launch_options(),
         )  # fmt: skip
         return out
     if x.data_ptr() % 8:  # activations are read 8 bytes at a time

@@ -18,7 +18,7 @@ from lab.artifacts.vqf_weights import VqfWeights
 from lab.artifacts.weights import Stored
 from lab.codecs.vqf import vqf_codec
 from lab.errors import LabError
-from tests.artifacts.vqf_files import DIM, EXPERTS, HEAD_DIM, LAYERS, VOCAB, WIDTH, Spec, dual, put_beside, q4, random_weights, spec
+from tests.artifacts.vqf_files import DIM, EXPERTS, HEAD_DIM, LAYERS, VOCAB, WIDTH, Spec, dual, one_thread, put_beside, q4, random_weights, spec  # noqa: F401
 
 NAMES = {
     "self_attn.q_proj.weight": "q",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lab.artifacts.vqf_blocks import FITS, candidates, fitting, sampled_bands, shares
 from lab.codecs.vqf import PART
+from tests.artifacts.vqf_files import one_thread  # noqa: F401
 from tests.codecs.support import gaussian, student
 
 

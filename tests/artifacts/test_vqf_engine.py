@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,7 @@ from lab.engines.path_binder import PathBinder
 from lab.models import build
 from tests.artifacts.gguf_models import hf_model, model_of
 from tests.artifacts.test_vqf_writer import VOCAB, arguments, decoded, dense, mixture, saved
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny operations: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.artifacts.vqf_files import one_thread  # noqa: F401
 
 
 def with_weights_of(model: Any, artifact: VqfArtifact) -> Any:

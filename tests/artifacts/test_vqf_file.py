@@ -13,7 +13,7 @@ import pytest
 from lab.artifacts.vqf_file import VqfFile
 from lab.artifacts.vqf_fnv import fnv1a
 from lab.errors import LabError
-from tests.artifacts.vqf_files import LAYERS, Spec, dual, fnv, q4, random_weights, spec
+from tests.artifacts.vqf_files import LAYERS, Spec, dual, fnv, one_thread, q4, random_weights, spec  # noqa: F401
 
 BASE = q4()
 
@@ -76,7 +76,7 @@ def test_lies_are_one_line(tmp_path: Path, content: bytes, message: str) -> None
 
 
 def test_rows_and_cols_of_the_directory_mean_nothing(tmp_path: Path) -> None:
-    """The helper writes 0, 7 and 2**32 - 1 there; Kestrel writes L*Q x dim for o, whose stored matrix is [dim, Q]."""
+    """The files of these tests have 0, 7 and 2**32 - 1 there; Kestrel writes L*Q x dim for o, whose stored matrix is [dim, Q]."""
     file = VqfFile(BASE.write(tmp_path / "m.vqf"))
     assert file.planned["q4_o"].shape == (LAYERS, 96, 128) and file.entries["q4_o"].rows == 0 and file.entries["attn_norm"].cols == 2**32 - 1
     assert len(file.layer("q4_o", 2)) == 96 * 128 // 32 * 18

@@ -11,7 +11,6 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,18 +18,10 @@ from experiments.vqf_fuzz import fuzz, mutated, small_files
 from lab.artifacts.vqf_file import VqfFile
 from lab.artifacts.vqf_header import HEADER_BYTES, read_header
 from lab.errors import LabError
-from tests.artifacts.vqf_files import q4, random_weights, spec
+from tests.artifacts.vqf_files import one_thread, q4, random_weights, spec  # noqa: F401
 
+REAL = q4().content()
 COUNT = int(os.environ.get("VQF_FUZZ", "3000"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> object:
-    """Thousands of tiny operations: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -55,8 +46,7 @@ def test_a_mutation_is_its_number() -> None:
 @given(data=st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), size=st.integers(0, 2**64), keep=st.integers(0, 4))
 def test_any_bytes_as_a_header_are_one_line(data: bytes, size: int, keep: int) -> None:
     """`keep` words of a real header lie before them, so that later checks are reached too."""
-    real = q4().content()
-    data = real[: 4 * keep] + data[4 * keep :]
+    data = REAL[: 4 * keep] + data[4 * keep :]
     try:
         read_header(Path("m.vqf"), data, size)
     except LabError as error:

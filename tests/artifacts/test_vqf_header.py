@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from lab.artifacts.vqf_flags import Engine, LayoutRefusedError, check_layout, pa
 from lab.artifacts.vqf_header import HEADER_BYTES, read_header
 from lab.artifacts.vqf_plan import flags_of
 from lab.errors import LabError
-from tests.artifacts.vqf_files import DIM, EXPERTS, FF, HEADS, KV, LAYERS, VOCAB, WIDTH, dual, q4, random_weights, spec
+from tests.artifacts.vqf_files import DIM, EXPERTS, FF, HEADS, KV, LAYERS, VOCAB, WIDTH, dual, one_thread, q4, random_weights, spec  # noqa: F401
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -139,6 +140,8 @@ def test_the_refusal_names_words_and_command_and_explains_every_bit() -> None:
     error = caught.value
     assert (error.file_flags, error.engine_flags) == (0x1, 0x3)
     assert len(str(error).splitlines()) == 1 and "python -m lab convert Modl/model.vqf OUT --to vqf --layout 0x3" in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.table() == error.table()
     table = error.table().splitlines()
     assert table[1:3] == ["file   0x01  Q8_8X8", "engine 0x03  Q8_8X8 | Q4_4X4"] and len(table) == 8
     assert [("DIFFERS" in line) for line in table[3:]] == [False, True, False, False, False]

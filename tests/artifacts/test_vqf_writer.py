@@ -27,7 +27,7 @@ from lab.artifacts.weights import Stored
 from lab.codecs import cosine
 from lab.codecs.vqf import PART, vqf_codec
 from lab.errors import LabError
-from tests.artifacts.vqf_files import random_weights, tokenizer
+from tests.artifacts.vqf_files import one_thread, random_weights, tokenizer  # noqa: F401
 
 VOCAB, HIDDEN = 104, 96
 _SIZES: dict[str, Any] = {
@@ -68,15 +68,6 @@ def arguments(**chosen: Any) -> argparse.Namespace:
 
 def decoded(stored: Stored) -> Tensor:
     return stored.codec.decode(stored.parts, stored.shape[-1])
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> object:
-    """Thousands of tiny operations: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 ENGINES = {"q4i": Engine(), "g256": Engine(wmode="g256")}
@@ -287,6 +278,13 @@ def test_an_odd_vocabulary_is_written_without_tiles(tmp_path: Path) -> None:
     assert cosine(decoded(weights.matrix("lm_head.weight")[0]), source["lm_head.weight"]) > 0.985
 
 
+def test_eight_bit_rows_come_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(dense(), tmp_path / "hf")
+    run(tmp_path / "hf", tmp_path / "out", arguments(wmode="q8", layout="0x2"))
+    assert "a reader must be told that these are rows" in capsys.readouterr().out
+    assert VqfArtifact(tmp_path / "out", Engine(q8_8x8=False), q8_layout="rows").inspect()["ambiguous"] is True
+
+
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     saved(hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES)), tmp_path / "hf")
@@ -306,9 +304,3 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="tensor q4_up: codec vqf:Q4_0_4X4: the weight holds NaN or infinity"):
         write_vqf(Spoilt(artifact.weights()), artifact.config(), artifact.tokenizer(), tmp_path / "m.vqf", "q4")
     assert not (tmp_path / "m.vqf").exists()
-
-
-def test_the_hand_written_files_and_the_writers_agree() -> None:
-    """The helper of the other tests has its own places for everything; one weight through both must give the same bytes."""
-    weight = random_weights(5)["q"]
-    assert vqf_codec("Q4_0", "4X4").encode(weight)[PART][1].numpy().tobytes() == vqf_codec("Q4_0", "4X4").encode(weight[1])[PART].numpy().tobytes()

@@ -6,12 +6,13 @@ Sizes are small and odd where the format allows it. Weights are encoded with the
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -23,6 +24,15 @@ from lab.codecs.vqf import PART, vqf_codec
 LAYERS, DIM, HEADS, KV, HEAD_DIM, FF, VOCAB = 3, 96, 4, 2, 32, 160, 88
 EXPERTS, WIDTH = 5, 32
 Q, K = HEADS * HEAD_DIM, KV * HEAD_DIM
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Imported where files this small are read and written: threads would wait for each other many times longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

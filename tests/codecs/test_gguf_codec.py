@@ -135,13 +135,13 @@ def test_packed_products_of_640_wide_rows(name: str, tmp_path: Path) -> None:
 
     x = gaussian(5, 640, seed=2, std=1.0)
     linear = PackedLinear(_packed(codec, codec.select(mapped, 2), (96, 640), counters))
-    torch.testing.assert_close(linear(x), x @ dense[2].T)
+    torch.testing.assert_close(linear(x), x @ dense[2].T, rtol=1e-4, atol=1e-4)
 
     rows = torch.tensor([[3, 95], [0, 3]])
     table = PackedTable(_packed(codec, codec.select(mapped, 0), (96, 640), counters), torch.float32, torch.device("cpu"))
     assert torch.equal(table(rows), dense[0][rows])
 
-    experts = PackedExperts(_packed(_codec("Q8_0"), parts_of(gguf.raw("gate_up")), (4, 1280, 96), counters), stack)
+    experts = PackedExperts([_packed(_codec("Q8_0"), parts_of(gguf.raw("gate_up")), (4, 1280, 96), counters)], stack)
     hidden, weights = gaussian(3, 96, seed=3, std=1.0), torch.tensor([[0.5, 0.5]] * 3)
     ids = torch.tensor([[0, 3], [1, 0], [2, 3]])
     gates = _codec("Q8_0").decode(gate_up, 96)

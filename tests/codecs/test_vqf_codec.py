@@ -96,6 +96,17 @@ def test_decoding_equals_the_gguf_package(name: str, frame: GGMLQuantizationType
     assert np.array_equal(codec.decode({PART: blocks}, 96).numpy(), quants.dequantize(blocks.numpy(), frame))
 
 
+@pytest.mark.parametrize(("name", "frame"), [("Q8_0", GGMLQuantizationType.Q8_0), ("Q4_0", GGMLQuantizationType.Q4_0)])
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 9), units=st.integers(1, 9), exponent=st.floats(-3, 2), seed=st.integers(0, 999))
+def test_encoding_equals_the_gguf_package_where_no_block_is_empty(
+    name: str, frame: GGMLQuantizationType, rows: int, units: int, exponent: float, seed: int
+) -> None:
+    """The rules in the notes are ggml's reference rules, apart from blocks of zeros and near nothing."""
+    weight = student(rows, 32 * units, seed=seed, std=10**exponent)
+    assert np.array_equal(vqf_codec(name).encode(weight)[PART].numpy(), quants.quantize(weight.numpy(), frame))
+
+
 def slow_tile(tile: Tile, blocks: list[list[bytes]]) -> bytes:
     """The notes' formulas: `blocks[m]` are the plain blocks of row m of one tile row."""
     out = bytearray()

@@ -38,7 +38,7 @@ def _types(name: str, slots: bool) -> dict[str, Any]:
     pointers["small_ptr"] = "*i8" if spec.supers else scale
     pointers["small_offset_ptr"] = "*i8" if spec.supers and spec.offset else scale
     pointers["table_ptr"] = scale if spec.step else "*fp32"
-    numbers = dict.fromkeys(("t0", "t1", "t2", "t3", "tokens", "share", "experts", "rows", "blocks", "cols"), "i32")
+    numbers = dict.fromkeys(("t0", "t1", "t2", "t3", "tokens", "share", "experts", "rows", "blocks"), "i32")
     sizes = {"WORDS": COLUMNS * spec.bits // 32, "BITS": spec.bits, "GROUP": spec.group, "PER_SUPER": spec.per_super, "OFFSET": spec.offset}
     return {**pointers, **numbers, **sizes, "FIRST": spec.levels[0], "LEVEL_STEP": spec.step, "UNIT": spec.unit, "SLOTS": slots}
 
@@ -57,7 +57,7 @@ def _cases(target: str) -> dict[str, tuple[Any, dict[str, Any], int, float]]:
         found[case] = gguf_gpu_product._product_kernel, arguments, warps, tile * steps * 8 * (32 / SPECS[name].bits) / (32 * warps)
     for name in ("Q4_K", "IQ2_XS"):
         found[f"{name} decode"] = gguf_gpu_product._decode_kernel, {**_types(name, False), "TILE": 32}, 4, 32 * 8 * 8 / 128
-    floats = {**_types("Q4_0", True), "x_ptr": "*bf16", "weight_ptr": "*bf16", "M": 1, "ROWS": 4, "TILE": 256, "PTX": target == "cuda"}
+    floats = {**_types("Q4_0", True), "x_ptr": "*bf16", "weight_ptr": "*bf16", "M": 1, "COLUMNS": COLUMNS, "ROWS": 4, "TILE": 256, "PTX": target == "cuda"}
     found["floats slots"] = gguf_gpu_product._floats_kernel, floats, 4, 4 * 256 / 128
     return found
 

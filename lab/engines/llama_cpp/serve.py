@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         print("error: llama.cpp's server needs xllamacpp: pip install 'migration-lab[llama_server]'", file=sys.stderr)
         return 2
     params = xllamacpp.CommonParams()
-    params.model.path, params.port = str(path), port
+    params.model.path, params.model_alias, params.port = str(path), {path.name}, port
     params.n_parallel, params.n_ctx = SLOTS, SLOTS * SLOT_TOKENS
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = usable_cores()
     params.cache_prompt, params.cache_ram_mib = False, 0

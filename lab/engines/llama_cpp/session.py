@@ -23,6 +23,8 @@ Logits = npt.NDArray[np.float32]
 
 BATCH = 512
 """n_batch and n_ubatch: tokens that go through the layers together, as many as a prefill of pp512 has."""
+_CELLS = 256
+"""llama.cpp rounds each sequence's part of the KV cache up to this, with a warning where it was not asked for."""
 KV_TYPES = {"f32": 0, "f16": 1}
 """Types of the KV cache by name -> enum ggml_type."""
 _SPLIT_NONE = 0
@@ -122,7 +124,7 @@ class Context:
         self.lib = lib = model.lib
         settings, before = model.settings, len(model.log.lines)
         params = lib.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = lanes * capacity, lanes
+        params.n_ctx, params.n_seq_max = lanes * -(-capacity // _CELLS) * _CELLS, lanes
         params.n_batch = params.n_ubatch = BATCH
         params.n_threads = params.n_threads_batch = settings.threads
         params.flash_attn_type = _FLASH[settings.flash_attention]

@@ -43,12 +43,23 @@ struct Kind {
   void (*dot)(const Row* rows, int64_t first, int64_t count, const float* x, float* sum);
 };
 
+// Asks for the bytes that come kAhead later, which for rows side by side are rows further on: several short runs at a time are more than hardware
+// prefetchers follow. Without it packed weights arrived from memory 2 to 8 times slower than from a cache; from 8 KiB on the difference was gone.
+constexpr int kAhead = 8192;
+
+template <class Type>
+static inline void fetch_ahead(const Row& row, int64_t block) {
+  const uintptr_t address = (uintptr_t)row.part[0] + block * Type::bytes + kAhead;  // a number: it may lie beyond the tensor, and is not read
+  for (int b = 0; b < Type::bytes; b += 64) __builtin_prefetch((const void*)(address + b));
+}
+
 template <class Type, bool ragged>
 void decode_span(const Row& row, int64_t first, int64_t count, float* out) {
   constexpr int vectors = Type::weights / 16;
   Floats block[vectors];
   const int64_t begin = first / Type::weights, whole = count / Type::weights;
   for (int64_t i = 0; i < whole; ++i) {
+    fetch_ahead<Type>(row, begin + i);
     Type::unpack(row, begin + i, block);
     for (int v = 0; v < vectors; ++v) store(out + i * Type::weights + 16 * v, block[v]);
   }
@@ -75,6 +86,7 @@ void dot_span(const Row* rows, int64_t first, int64_t count, const float* x, flo
   for (int64_t i = 0; i < whole; ++i)
     for (int r = 0; r < kTile; ++r) {
       Floats block[vectors];
+      fetch_ahead<Type>(rows[r], begin + i);
       Type::unpack(rows[r], begin + i, block);
       for (int v = 0; v < vectors; ++v) part[r] = fma(block[v], load(x + i * Type::weights + 16 * v), part[r]);
     }

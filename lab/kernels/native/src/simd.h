@@ -39,6 +39,7 @@ constexpr int kLanes = 16 / kWide;
 typedef float Lane __attribute__((vector_size(4 * kWide)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef int8_t SignedBytes __attribute__((vector_size(16)));
+typedef uint64_t Pair __attribute__((vector_size(16)));
 
 struct Floats {
   Lane lane[kLanes];
@@ -53,9 +54,9 @@ static inline T read(const void* from) {  // from any address: fields of blocks 
 
 static inline Bytes load_bytes(const uint8_t* from) { return read<Bytes>(from); }
 
-static inline Bytes join(uint64_t first, uint64_t second) {
-  const uint64_t both[2] = {first, second};
-  return read<Bytes>(both);
+static inline Bytes join(uint64_t first, uint64_t second) {  // in registers: read back from memory, two stores would stall the load
+  const Pair both = {first, second};
+  return (Bytes)both;
 }
 
 static inline Floats load(const float* from) {
@@ -93,7 +94,7 @@ static inline Floats fma(const Floats& a, const Floats& b, Floats sum) {
   return sum;
 }
 
-// The sum of the sixteen, in every branch in the same order: eighths apart, then fours, twos, ones.
+// The sum of the sixteen, in every branch in the same order: eights apart, then fours, twos, ones.
 static inline float total(const Floats& value) {
 #if defined(LAB_AVX512) || defined(LAB_AVX2)
 #if defined(LAB_AVX512)

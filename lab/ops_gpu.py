@@ -1,0 +1,149 @@
+"""The engine's operations through Triton kernels: the same calls as in `lab.ops`, on weights repacked once at load.
+
+Why apart: `lab.ops` is the reference and runs everywhere. Here a weight whose codec has a kernel gives up its canonical parts (they are freed) and is
+multiplied from its planes; one that has none keeps the reference, and the reason is recorded beside it. Every operation counts itself under its
+codec's name, as the reference does. What it does not prove: speed, which the records of a cell show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lab.errors import LabError
+from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
+
+LOW_BIT = ("w3_levels", "q2_levels", "q2_g32")
+_HALVES = (torch.bfloat16, torch.float16)
+_Made = TypeVar("_Made")
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot serve this device and compute dtype, or None."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    from lab.kernels.backend import interpreted
+
+    if device.type != "cuda" and not interpreted():
+        return f"kernels need a GPU, not {device.type}"
+    return None if dtype in _HALVES else f"kernels take 16-bit activations, not {str(dtype).removeprefix('torch.')}"
+
+
+class KernelLinear:
+    """y = x W^T for an int8_g128 matrix in planes; float32 activations are multiplied with the decoded matrix."""
+
+    kernel = "triton"
+
+    def __init__(self, packed: Packed) -> None:
+        """Takes over the weight: its canonical parts are freed."""
+        from lab.kernels.planes import repack
+        from lab.kernels.trunk import Int8Linear
+
+        self.packed = packed
+        self.int8 = Int8Linear(repack(packed.codec, packed.parts, packed.shape[-1]))
+        packed.parts = {}
+
+    def count(self, rows: int) -> None:
+        """Counts one call on `rows` rows of activations."""
+        self.packed.count(rows, 2 * rows * self.packed.shape[0] * self.packed.shape[1])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., out] in x's dtype."""
+        self.count(x.numel() // x.shape[-1])
+        if x.dtype in _HALVES:
+            return self.int8(x)
+        return self.int8.decoded(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+class KernelExperts:
+    """Routed experts in planes: slot by slot for a few tokens, grouped by expert on the device for many."""
+
+    kernel = "triton"
+
+    def __init__(self, gate_up: Packed, down: Packed) -> None:
+        """Takes over both stacks: their canonical parts are freed."""
+        from lab.kernels.experts import LowBitExperts
+        from lab.kernels.experts_bf16 import Bf16Experts
+        from lab.kernels.planes import repack
+
+        self.gate_up, self.down = gate_up, down
+        self.slots: LowBitExperts | Bf16Experts
+        if gate_up.codec.name == "bf16":
+            self.slots = Bf16Experts(gate_up.parts["weight"], down.parts["weight"])
+        else:
+            first = repack(gate_up.codec, gate_up.parts, gate_up.shape[-1], halves=2)
+            gate_up.parts = {}
+            self.slots = LowBitExperts(first, repack(down.codec, down.parts, down.shape[-1]))
+            down.parts = {}
+
+    def count(self, slots: int) -> None:
+        """Counts one call on `slots` (token, expert) pairs. Bytes: each pair's expert, at most all experts once; pairs that share one are counted twice,
+        because finding them would wait for the device. One token's experts are always different, so there the count is exact."""
+        for stack in (self.gate_up, self.down):
+            experts, rows, cols = stack.shape
+            stack.count(slots, 2 * slots * rows * cols, stack.nbytes() // experts * min(slots, experts))
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, hidden], ids [T, k], weights [T, k] -> [T, hidden]."""
+        from lab.kernels.experts_prefill import FEW_TOKENS, grouped_experts
+
+        self.count(ids.numel())
+        if len(x) <= FEW_TOKENS:
+            return self.slots(x, ids, weights)
+        return grouped_experts(self.slots, x, ids, weights)
+
+
+class KernelTable:
+    """Rows of an e4m3 or q2_rows table, decoded while they are gathered."""
+
+    kernel = "triton"
+
+    def __init__(self, packed: Packed, dtype: torch.dtype) -> None:
+        from lab.kernels.table import Table
+
+        self.packed, self.dtype = packed, dtype
+        self.table = Table(packed.codec, packed.parts, packed.shape[-1])
+        self._row_bytes = packed.codec.row_bytes(packed.shape[-1])
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [..., width]."""
+        self.packed.count(ids.numel(), 0, ids.numel() * self._row_bytes)
+        return self.table(ids, self.dtype)
+
+
+def linear(op: PackedLinear, dtype: torch.dtype) -> tuple[PackedLinear | KernelLinear, str | None]:
+    """(the operation, why it stayed with the reference or None)."""
+    block = op.blocks[0]
+    if len(op.blocks) > 1 or op.order is not None or block.codec.name != "int8_g128":
+        return op, f"no kernel for {block.codec.name}" if len(op.blocks) == 1 else "several row blocks"
+    found, reason = _tried(block.device, dtype, lambda: KernelLinear(block))
+    return found or op, reason
+
+
+def experts(op: PackedExperts, dtype: torch.dtype) -> tuple[PackedExperts | KernelExperts, str | None]:
+    """The same for a layer's experts."""
+    stacks: Sequence[Packed] = (*op.gate_up, op.down)
+    names = {stack.codec.name for stack in stacks}
+    if len(op.gate_up) > 1 or len(names) > 1 or not names <= {*LOW_BIT, "bf16"}:
+        return op, f"no kernel for {', '.join(sorted(names))} in {len(stacks)} stacks"
+    found, reason = _tried(op.down.device, dtype, lambda: KernelExperts(op.gate_up[0], op.down))
+    return found or op, reason
+
+
+def table(op: PackedTable, dtype: torch.dtype) -> tuple[PackedTable | KernelTable, str | None]:
+    """The same for the n-gram table, which may be in another memory than the rest."""
+    found, reason = _tried(op.weight.device, torch.bfloat16 if dtype == torch.float32 else dtype, lambda: KernelTable(op.weight, op.dtype))
+    return found or op, reason
+
+
+def _tried(device: torch.device, dtype: torch.dtype, make: Callable[[], _Made]) -> tuple[_Made | None, str | None]:
+    if reason := unavailable(device, dtype):
+        return None, reason
+    try:
+        return make(), None
+    except LabError as error:
+        return None, str(error)
