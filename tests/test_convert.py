@@ -96,6 +96,7 @@ def test_the_command_writes_and_refuses_to_overwrite(source: Path, tmp_path: Pat
         (["a", "--to", "gguf", "--types", "q8_0"], "target"),
         (["a", "b", "--to", "gguf", "--types", "q8_0", "--fast"], "--fast"),
         (["a.gguf", "b", "--to", "gguf", "--types", "q8_0"], "GGUF to GGUF is not supported"),
+        (["a", "b", "--to", "gguf", "--types", "q8_0", "--device", "abacus"], "--device abacus: not usable here"),
         (["a", "b", "--to", "gguf", "--types", "nine"], "--types nine: no such file"),
         (["no-such-folder", "b", "--to", "gguf", "--types", "q8_0"], "no-such-folder: no such artifact folder"),
     ],

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from experiments.nano_training.nano_config import CONTEXT, TRAINED_DEPTHS
+from lab.artifacts import load_tokenizer
 from lab.cell import BenchSpec, Cell, DeviceSpec, ModelSpec, PathSpec
 from lab.engines.local import LocalEngine
 from lab.measure.perplexity import PerplexityTally
@@ -39,7 +40,7 @@ def reference_cell(depth: int, device: str, dtype: str) -> Cell:
 def evaluate(device: str, dtype: str, batch: int) -> dict[str, object]:
     """{depths: {depth: {ppl, ppl_stderr, bits_per_byte, scored_tokens}}, device, dtype, torch, corpus}."""
     depths: dict[str, object] = {}
-    corpus = load_corpus(ROOT / "experiments/nano", ROOT / "experiments/nano/heldout.txt")
+    corpus = load_corpus(load_tokenizer(ROOT / "experiments/nano"), ROOT / "experiments/nano/heldout.txt")
     for depth in TRAINED_DEPTHS:
         cell = reference_cell(depth, device, dtype)
         engine = LocalEngine(cell, ROOT)

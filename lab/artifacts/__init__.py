@@ -15,7 +15,19 @@ from lab.artifacts.weights import Artifact, Stored, Weights
 from lab.cell import SYNTHETIC, ModelSpec
 from lab.errors import LabError
 
-__all__ = ["Artifact", "Checkpoint", "HfArtifact", "HfWeights", "Stored", "SyntheticArtifact", "Weights", "corpus_facts", "load_tokenizer", "open_artifact", "open_model"]
+__all__ = [
+    "Artifact",
+    "Checkpoint",
+    "HfArtifact",
+    "HfWeights",
+    "Stored",
+    "SyntheticArtifact",
+    "Weights",
+    "corpus_facts",
+    "load_tokenizer",
+    "open_artifact",
+    "open_model",
+]
 
 
 TEXT_TOKENIZER = Path("experiments/nano")

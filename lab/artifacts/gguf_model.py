@@ -166,9 +166,10 @@ class GgufWeights:
 
     def _stored(self, piece: Piece, dimensions: int) -> Stored:
         tensor, codec = readable(self.gguf, piece.tensor)
-        if len(tensor.shape) != dimensions:
+        shape = (1, *tensor.shape) if dimensions == 2 and len(tensor.shape) == 1 else tensor.shape  # a single row: files differ in its writing
+        if len(shape) != dimensions:
             raise LabError(f"{self.where}: tensor {quoted(piece.tensor)} has shape {list(tensor.shape)}; expected {dimensions} dimensions")
-        raw, shape = self.gguf.raw(piece.tensor), tensor.shape
+        raw = self.gguf.raw(piece.tensor).reshape(*shape[:-1], -1)
         if piece.row_order is not None:
             order = np.asarray(piece.row_order, dtype=np.int64)
             if dimensions != 2 or order.ndim != 1 or not order.size or order.min() < 0 or order.max() >= len(raw):

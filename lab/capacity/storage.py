@@ -100,5 +100,7 @@ def _encoding(plan: ComponentPlan | None, weight: Weight, sizes: ModelSizes, vqf
         return create(codec, plan.options)
     if weight.name.endswith("down"):
         # The down matrices' rows are the experts' width, which the 256-weight types may not divide; files give them a type of their own.
-        codec = (plan.assumed_down if plan.codec == "source" else "") or (f"{codec.partition(':')[0]}:{plan.options['down']}" if "down" in plan.options else codec)
+        family = codec.partition(":")[0]
+        named = plan.assumed_down if plan.codec == "source" else f"{family}:{plan.options['down']}" if "down" in plan.options else ""
+        codec = named or codec
     return file_type(codec, weight.shape[-1])

@@ -25,6 +25,7 @@ nothing is left.
   --to gguf       one GGUF file for llama.cpp and for the lab, from a safetensors folder of qwen4_exp. Every tensor is decoded again and compared with its
                   source; the summary gives bytes and cosine per type, and bits per weight
     --types PLAN  which tensor gets which block type: a name in conf/gguf_plans, or a YAML file
+    --device DEV  where weights are encoded: cpu (the default), or cuda, which low-bit types of a large model need
   --to vqf        a VQF file (Kestrel) of a plain transformer, from safetensors, GGUF or VQF
     --wmode MODE, --layout WORD, --q8-layout NAME   how weights are encoded and laid out
   --force         replace DST where it exists

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
+import torch
 from rich import box
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -31,7 +32,7 @@ from lab.convert.gguf_keys import keys
 from lab.convert.gguf_plan import TypePlan, find_plan, read_plan
 from lab.convert.gguf_tensors import Outgoing, outgoing
 from lab.convert.gguf_vocabulary import vocabulary
-from lab.errors import LabError
+from lab.errors import LabError, flat
 from lab.models.qwen4_exp.config import MODEL_TYPES, Qwen4ExpConfig
 from lab.project import find_project, say
 
@@ -58,6 +59,7 @@ class _Sum:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The target's own options."""
     parser.add_argument("--types", required=True, metavar="PLAN")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--force", action="store_true")
 
 
@@ -66,14 +68,14 @@ def run(source: Path, target: Path, arguments: argparse.Namespace) -> int:
     if source.suffix == ".gguf":
         raise LabError(f"{source}: GGUF to GGUF is not supported (encoding twice loses twice); convert from the safetensors folder")
     plan_path = find_plan(arguments.types, find_project().conf / "gguf_plans")
-    sums = convert(source, target, plan_path, arguments.force)
+    sums = convert(source, target, plan_path, arguments.force, arguments.device)
     _print_summary(target, sums)
     return 0
 
 
-def convert(source: Path, target: Path, plan_path: Path, force: bool = False) -> dict[str, _Sum]:
-    """Writes the checkpoint folder `source` to `target` by the plan; returns what was written, by type. Raises LabError in one line."""
-    plan = read_plan(plan_path)
+def convert(source: Path, target: Path, plan_path: Path, force: bool = False, device: str = "cpu") -> dict[str, _Sum]:
+    """Writes the checkpoint folder `source` to `target` by the plan, encoding on `device`; returns what was written, by type. Raises LabError in one line."""
+    plan, place = read_plan(plan_path), _device(device)
     data = config_json(source) if source.is_dir() else {}
     if source.is_dir() and data.get("model_type") not in MODEL_TYPES:
         raise LabError(f"{source / 'config.json'}: model_type {data.get('model_type')!r}; only qwen4_exp can be written as GGUF yet")
@@ -106,7 +108,14 @@ def convert(source: Path, target: Path, plan_path: Path, force: bool = False) ->
     if "lab.tokenizer.normalizer" in metadata:
         say(f"note: the tokenizer's {metadata['lab.tokenizer.normalizer']} is no part of GGUF; text that is not so composed gets other ids from this file")
     with writing(target, metadata, planned, lambda path: _reread(path, planned), force) as sink:
-        return _stream(sink, tensors, planned)
+        return _stream(sink, tensors, planned, place)
+
+
+def _device(word: str) -> torch.device:
+    try:
+        return torch.empty(0, device=word).device
+    except (RuntimeError, AssertionError) as error:  # torch says "not compiled with CUDA" by an assertion
+        raise LabError(f"--device {word}: not usable here ({flat(error, 120)})") from None
 
 
 def _type(plan: TypePlan, tensor: Outgoing) -> GgufType:
@@ -128,7 +137,7 @@ def _template(source: Path) -> dict[str, MetaValue]:
     return {"tokenizer.chat_template": path.read_text(encoding="utf-8", errors="replace")}
 
 
-def _stream(sink: TensorSink, tensors: Sequence[Outgoing], planned: Sequence[Planned]) -> dict[str, _Sum]:
+def _stream(sink: TensorSink, tensors: Sequence[Outgoing], planned: Sequence[Planned], device: torch.device) -> dict[str, _Sum]:
     """Encodes, checks and writes every tensor. Raises LabError naming the tensor that does not come out as it went in."""
     sums: dict[str, _Sum] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -138,7 +147,8 @@ def _stream(sink: TensorSink, tensors: Sequence[Outgoing], planned: Sequence[Pla
             bar.update(task, description=f"{tensor.name} {plan.type.name}")
             codec = create(f"gguf:{plan.type.name}")
             similar = rows = 0.0
-            for piece in tensor.rows():
+            for rows_on_host in tensor.rows():
+                piece = rows_on_host.to(device)
                 try:
                     parts = codec.encode(piece)
                 except LabError as error:
@@ -146,7 +156,7 @@ def _stream(sink: TensorSink, tensors: Sequence[Outgoing], planned: Sequence[Pla
                 check = verify_encoding(codec, parts, piece, sample_rows=len(piece))
                 check.require(f"tensor {tensor.name}")
                 similar, rows = similar + check.cosine * len(piece), rows + len(piece)
-                sink.write(tensor.name, parts[PART].numpy())
+                sink.write(tensor.name, parts[PART].cpu().numpy())
                 bar.advance(task, parts[PART].numel())
             found = sums.setdefault(plan.type.name, _Sum())
             found.tensors, found.weights, found.nbytes = found.tensors + 1, found.weights + prod(tensor.shape), found.nbytes + plan.nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +237,18 @@ def _questions(layout: Qwen4ExpLayout, name: str) -> Iterator[Any]:
     yield lambda: layout.integers(name)
     yield lambda: layout.experts(name)
     yield lambda: layout.table(name)
+
+
+def test_a_single_row_may_be_written_without_its_row_dimension(small: tuple[Path, Path]) -> None:
+    """Files differ in how they write the shared expert's gate: [1, n] by the converter of 2026, [n] in older ones."""
+    artifact = GgufArtifact(small[1])
+    as_rows = artifact.weights().matrix("layers.0.mlp.shared_expert_gate.weight")[0]
+    for name, tensor in list(artifact.gguf.tensors.items()):
+        if name.endswith("ffn_gate_inp_shexp.weight"):
+            flat = replace(tensor, shape=tensor.shape[-1:])
+            artifact.gguf.tensors[name] = flat
+            for file in artifact.gguf.files:
+                file.tensors[name] = flat
+    artifact.inspect()
+    (found,) = artifact.weights().matrix("layers.0.mlp.shared_expert_gate.weight")
+    assert found.shape == as_rows.shape and torch.equal(found.parts["blocks"], as_rows.parts["blocks"])

@@ -3,7 +3,7 @@
 Why prepared: a decode step makes some two hundred products of a few microseconds each, so that names, shapes, strides and tables are settled once per weight.
 Activations stay float32 and are not quantised: a product is the float32 sum of decoded weights times activations. A row's sum is made in one fixed
 order, so a result depends neither on the number of threads nor on the other vectors of the call. Nothing here is differentiable.
-What it does not prove: that the product is the fastest way; above some tens of vectors, decoding once and a matrix product of torch's are faster.
+What it does not prove: that the product is the fastest way for hundreds of vectors; decoding once and torch's matrix product may be, depending on its library.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Prepared:
         self._single = len(found.lead) == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x float32 [n, cols] on the CPU -> float32 [n, rows]. For few vectors: all are multiplied while four rows are in the first-level cache.
+        """x float32 [n, cols] on the CPU -> float32 [n, rows]. For any n: up to 64 vectors are multiplied while four rows are in the first-level cache.
 
         Raises LabError for another dtype, shape or device, and for a stack of matrices.
         """

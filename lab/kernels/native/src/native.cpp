@@ -1,8 +1,9 @@
-// The functions that Python calls: decode rows, and multiply packed rows by few vectors. Rows are shared out over OpenMP threads.
+// The functions that Python calls: decode rows, and multiply packed rows by vectors. Rows are shared out over OpenMP threads.
 //
-// A product with one vector decodes blocks in registers. With several it decodes a piece of four rows into the first-level cache and multiplies it by up
-// to four vectors at a time, so that decoding is paid once for all of them. Each (row, vector) pair is summed in one fixed order, whatever the thread, the tile or the number of vectors: a token's
-// result does not depend on what else is in the batch. Nothing is checked here; calls.py has checked shapes and bounds.
+// A product with one vector decodes blocks in registers. With several it decodes a piece of four rows into the first-level cache and multiplies it by
+// up to four vectors at a time, so that decoding is paid once for all of them. Each (row, vector) pair is summed in one fixed order, whatever the
+// thread, the tile or the number of vectors: a token's result does not depend on what else is in the batch. Nothing is checked here; calls.py has
+// checked shapes and bounds.
 #include <algorithm>
 
 #include "kind.h"
@@ -12,7 +13,8 @@ namespace {
 
 constexpr int kVectors = kWide == 16 ? 4 : 1;  // multiplied together, as far as the sums of kTile rows fit the registers
 constexpr int kPiece = kChunk + 16;            // floats from one decoded row to the next: not a power of two, which would fall on the same cache sets
-constexpr int64_t kWorthAThread = 1 << 16;  // weights: some microseconds, as is waking a thread
+constexpr int64_t kBatch = 64;                 // vectors per pass over the rows: their activations stay in a second-level cache, decoding is a 64th per vector
+constexpr int64_t kWorthAThread = 1 << 16;    // weights: some microseconds, as is waking a thread
 
 const Kind* find_kind(int number) {
   for (const Kinds& kinds : {simple_kinds(), k_kinds(), grid_kinds(), lab_kinds()}) {
@@ -142,7 +144,10 @@ void lab_decode(const Matrix* m, void* out, int brain, int threads) {
 // x [vectors, cols] -> out [vectors, rows], by the stack's first matrix.
 void lab_product(const Matrix* m, const float* x, int64_t vectors, float* out, int threads) {
   const Kind& kind = *find_kind(m->kind);
-  share(m->rows, useful_threads(threads, m->rows * m->cols), [&](int64_t begin, int64_t end) { product_rows(kind, *m, 0, begin, end, x, vectors, out); });
+  share(m->rows, useful_threads(threads, m->rows * m->cols), [&](int64_t begin, int64_t end) {
+    for (int64_t t = 0; t < vectors; t += kBatch)
+      product_rows(kind, *m, 0, begin, end, x + t * m->cols, std::min(kBatch, vectors - t), out + t * m->rows);
+  });
 }
 
 // x [slots, cols] -> out [slots, rows], each slot by its own matrix of the stack. Returns -1, or the first slot whose matrix is not there; then
