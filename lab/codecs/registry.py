@@ -14,16 +14,23 @@ from lab.codecs.e4m3 import E4M3
 from lab.codecs.gguf import GGUF_CODECS
 from lab.codecs.plain import Bf16, Int8G128
 from lab.codecs.q2 import Q2G32, Q2Levels, Q2Rows
+from lab.codecs.vqf import VQF_CODECS
 from lab.codecs.w3 import W3Levels
 from lab.errors import LabError
 
 KNOWN: dict[str, type[Codec]] = {codec.name: codec for codec in (Bf16, E4M3, Int8G128, W3Levels, Q2Levels, Q2G32, Q2Rows)}
 
 
+_FILE_TYPES: dict[str, Mapping[str, type[Codec]]] = {"gguf": GGUF_CODECS, "vqf": VQF_CODECS}
+"""Block types of files, by family: what they are is fixed outside."""
+
+
 def create(name: str, options: Mapping[str, Any] | None = None) -> Codec:
     """The codec `name` with `options` over its defaults. Raises LabError on an unknown name, option or value."""
-    found = KNOWN.get(name) or GGUF_CODECS.get(name)
+    found = KNOWN.get(name) or GGUF_CODECS.get(name) or VQF_CODECS.get(name)
     if found is None:
-        kinds = f"gguf:TYPE with TYPE one of {', '.join(n.removeprefix('gguf:') for n in GGUF_CODECS)}" if name.startswith("gguf:") else ", ".join(KNOWN)
+        family, colon, _ = name.partition(":")
+        types = _FILE_TYPES.get(family) if colon else None
+        kinds = ", ".join(KNOWN) if types is None else f"{family}:TYPE with TYPE one of {', '.join(known.partition(':')[2] for known in types)}"
         raise LabError(f"codec {name!r} is unknown; known: {kinds}")
     return found(**dict(options or {}))

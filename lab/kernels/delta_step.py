@@ -1,0 +1,148 @@
+"""One token through Gated DeltaNet in one launch: gate projections, convolution, normed queries and keys, the delta rule, gated norm of the output.
+
+Why: the memory of a head (64 KiB at 128 x 128) is read and written once and everything around it is small, so each value head is one program that
+holds its memory in registers. What does not depend on the token (memory, taps, gate rows) is asked for before the kernel ahead has finished. The past
+inputs of the convolution are a ring by position, so that heads which share a key head may read it while one of them writes its new place.
+Definition: lab.models.qwen4_exp.delta. What it does not prove: speed where few heads leave most of a GPU idle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from lab.kernels.backend import jit, launch_options, require, require_gpu, use_ptx, wait_for_inputs
+
+
+@jit
+def _convolved(
+    ring_ptr: tl.tensor, current_ptr: tl.tensor, taps_ptr: tl.tensor, channel: tl.tensor, position: tl.tensor, keep: tl.tensor,
+    WIDE: tl.constexpr, KERNEL: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """silu of the causal convolution at the current token, float32; the current input goes into the ring where `keep`."""
+    current = tl.load(current_ptr + channel)
+    total = tl.load(taps_ptr + channel * KERNEL + KERNEL - 1).to(tl.float32) * current.to(tl.float32)
+    for back in tl.static_range(1, KERNEL):
+        place = (position + KERNEL - back) % KERNEL
+        total += tl.load(taps_ptr + channel * KERNEL + KERNEL - 1 - back).to(tl.float32) * tl.load(ring_ptr + place * WIDE + channel).to(tl.float32)
+    tl.store(ring_ptr + position % KERNEL * WIDE + channel, current, mask=channel < tl.where(keep, WIDE, 0))
+    rounded = total.to(current.dtype).to(tl.float32)
+    return (rounded / (1.0 + tl.exp(-rounded))).to(current.dtype).to(tl.float32)
+
+
+@jit
+def _delta_kernel(
+    x_ptr: tl.tensor, mixed_ptr: tl.tensor, position_ptr: tl.tensor, ring_ptr: tl.tensor, memory_ptr: tl.tensor, gates_ptr: tl.tensor, taps_ptr: tl.tensor,
+    a_log_ptr: tl.tensor, bias_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor, EPS: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KERNEL: tl.constexpr,
+    SIGMOID: tl.constexpr, PTX: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (value head, sequence). mixed [B, qkv | z]; ring [B, KERNEL, qkv]; memory [B, HEADS, DK, DV]; gates [2 HEADS, HIDDEN], decay rows first."""
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    KEYS: tl.constexpr = HEADS // SHARE * DK
+    WIDE: tl.constexpr = 2 * KEYS + HEADS * DV
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    decay_row = tl.load(gates_ptr + head * HIDDEN + column, mask=inside, other=0)
+    beta_row = tl.load(gates_ptr + (HEADS + head) * HIDDEN + column, mask=inside, other=0)
+    dk, dv = tl.arange(0, DK), tl.arange(0, DV)
+    here = memory_ptr + (sequence * HEADS + head).to(tl.int64) * (DK * DV) + dk[:, None] * DV + dv[None, :]
+    memory = tl.load(here)
+    rate = -tl.exp(tl.load(a_log_ptr + head))
+    bias = tl.load(bias_ptr + head)
+    weight = tl.load(norm_ptr + dv)
+    wait_for_inputs(PTX)
+    position = tl.load(position_ptr)
+    x = tl.load(x_ptr + sequence * HIDDEN + column, mask=inside, other=0)
+    kind: tl.constexpr = x.dtype
+    a = tl.sum(decay_row.to(tl.float32) * x.to(tl.float32), axis=0).to(kind).to(tl.float32) + bias
+    b = tl.sum(beta_row.to(tl.float32) * x.to(tl.float32), axis=0).to(kind).to(tl.float32)
+    beta = 1.0 / (1.0 + tl.exp(-b))
+    decay = tl.exp(rate * tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(a))))  # torch's softplus switches at 20
+    ring, current = ring_ptr + sequence * (KERNEL * WIDE), mixed_ptr + sequence * (WIDE + HEADS * DV)
+    first = head % SHARE == 0
+    q = _convolved(ring, current, taps_ptr, head // SHARE * DK + dk, position, first, WIDE, KERNEL)
+    k = _convolved(ring, current, taps_ptr, KEYS + head // SHARE * DK + dk, position, first, WIDE, KERNEL)
+    v = _convolved(ring, current, taps_ptr, 2 * KEYS + head * DV + dv, position, head >= 0, WIDE, KERNEL)
+    q = q * tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (DK**-0.5)
+    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+    memory = memory * decay
+    error = beta * (v - tl.sum(memory * k[:, None], axis=0))
+    memory += k[:, None] * error[None, :]
+    tl.store(here, memory)
+    read = tl.sum(memory * q[:, None], axis=0).to(kind).to(tl.float32)
+    normed = (read * tl.rsqrt(tl.sum(read * read, axis=0) / DV + EPS)).to(kind).to(tl.float32) * weight
+    z = tl.load(current + WIDE + head * DV + dv).to(tl.float32)
+    gate = 1.0 / (1.0 + tl.exp(-z))
+    if not SIGMOID:
+        gate *= z
+    tl.store(out_ptr + (sequence * HEADS + head) * DV + dv, (normed * gate).to(kind))
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """The small parameters of one block: gates [2 heads, hidden] (rows of in_proj_a, then of in_proj_b), taps float32 [qkv, kernel], a_log and dt_bias [heads],
+    norm [dv], float32; `eps` of the output norm, `gate` its activation: sigmoid or silu."""
+
+    gates: Tensor
+    taps: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+    gate: str
+
+
+def refused(key_heads: int, heads: int, dk: int, dv: int, kernel: int) -> str | None:
+    """Why this kernel cannot serve heads of these sizes, or None."""
+    powers = all(n & (n - 1) == 0 for n in (dk, dv))
+    fits = dk * dv <= 1 << 14 and kernel >= 2 and heads % key_heads == 0
+    return None if powers and fits else f"delta step: heads of {dk} x {dv} are no powers of two up to 128 x 128"
+
+
+def delta_step(x: Tensor, mixed: Tensor, position: Tensor, ring: Tensor, memory: Tensor, weights: DeltaWeights) -> Tensor:
+    """x [B, hidden] (the block's input), mixed [B, qkv + z] (its projections), position int32 [1] -> gated output [B, heads * dv] in x's dtype.
+
+    ring [B, kernel, qkv] in x's dtype and memory float32 [B, heads, dk, dv] are advanced in place. Raises LabError on shapes that do not fit.
+    """
+    batch, heads, dk, dv = memory.shape
+    kernel, wide = ring.shape[1:]
+    key_heads = (wide - heads * dv) // (2 * dk)
+    require(mixed.shape == (batch, wide + heads * dv) and mixed.dtype == ring.dtype == x.dtype, "delta step", f"mixed {list(mixed.shape)} {mixed.dtype}")
+    require(all(t.is_contiguous() for t in (x, mixed, ring, memory, weights.gates, weights.taps)), "delta step", "needs contiguous tensors")
+    require((reason := refused(key_heads, heads, dk, dv, kernel)) is None, "delta step", reason or "")
+    require_gpu("delta step", x, mixed, ring, memory)
+    out = torch.empty(batch, heads * dv, dtype=x.dtype, device=x.device)
+    _delta_kernel[(heads, batch)](
+        x, mixed, position, ring, memory, weights.gates, weights.taps, weights.a_log, weights.dt_bias, weights.norm, out, weights.eps,
+        x.shape[1], triton.next_power_of_2(x.shape[1]), heads, heads // key_heads, dk, dv, kernel, weights.gate == "sigmoid", use_ptx(),
+        num_warps=8 if dk * dv > 4096 else 4, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def reference_delta(x: Tensor, mixed: Tensor, position: int, ring: Tensor, memory: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
+    """The same in plain torch and float32: (output, new memory)."""
+    batch, heads, dk, dv = memory.shape
+    kernel, wide = ring.shape[1:]
+    keys = (wide - heads * dv) // 2
+    current, z = mixed.float().split([wide, heads * dv], -1)
+    history = torch.stack([ring[:, (position - back) % kernel].float() for back in range(kernel - 1, 0, -1)] + [current], 1)
+    convolved = torch.nn.functional.silu((history * weights.taps.float().T).sum(1))
+    q, k, v = convolved.split([keys, keys, heads * dv], -1)
+    share = heads // (keys // dk)
+    q, k = (t.view(batch, -1, dk).repeat_interleave(share, 1) for t in (q, k))
+    q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    a, b = (x.float() @ weights.gates.float().T).chunk(2, -1)
+    new = memory * torch.exp(-torch.exp(weights.a_log) * softplus(a + weights.dt_bias))[..., None, None]
+    error = torch.sigmoid(b).unsqueeze(-1) * (v.view(batch, heads, dv) - (k.unsqueeze(-2) @ new).squeeze(-2))
+    new = new + k.unsqueeze(-1) * error.unsqueeze(-2)
+    read = (q.unsqueeze(-2) @ new).squeeze(-2) * dk**-0.5
+    normed = read * torch.rsqrt(read.square().mean(-1, keepdim=True) + weights.eps) * weights.norm
+    gate = torch.sigmoid(z) if weights.gate == "sigmoid" else torch.nn.functional.silu(z)
+    return normed.flatten(1) * gate, new
