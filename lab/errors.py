@@ -16,6 +16,15 @@ class LabError(Exception):
     """A wrong command, config or file. The message is one line and names what to change. Exit code 2."""
 
 
+class ArtifactRefusedError(LabError):
+    """A whole file that must not be run as it is: a cell of it ends as ARTIFACT_REFUSED, and `lines` show a person why."""
+
+    @property
+    def lines(self) -> list[str]:
+        """The comparison behind the refusal."""
+        return []
+
+
 class GapError(Exception):
     """A cell that cannot be measured as asked; ends as a record with `status`, exit code 3."""
 

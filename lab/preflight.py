@@ -8,16 +8,17 @@ path without code needs no files. Passing does not promise that the model fits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lab.cell import SYNTHETIC, Cell, ModelSpec
 from lab.dead_ends import closed_way
 from lab.devices import accelerators, is_expected
-from lab.errors import LabError
+from lab.errors import ArtifactRefusedError, LabError
 from lab.gates import forced, passed
 from lab.project import Project
 from lab.record import GateResult, Status
@@ -38,8 +39,9 @@ class Clearance:
     lines: list[str] = field(default_factory=list)
 
 
-def clear(project: Project, cell: Cell, force: bool) -> Clearance:
-    """The gates that need no files. Raises LabError where an experiment file is wrong."""
+def clear(project: Project, cell: Cell, force: bool, artifact: Mapping[str, Any] = MappingProxyType({})) -> Clearance:
+    """The gates before anything is read; `artifact` is what `inspect_artifacts` found, of which only a refusal counts. Raises LabError where an experiment file
+    is wrong."""
     found = Clearance()
     closed = closed_way(project, cell)
     if closed is None:
@@ -51,6 +53,8 @@ def clear(project: Project, cell: Cell, force: bool) -> Clearance:
         return found
     if why := _unsupported(cell):
         found.stop = (Status.UNSUPPORTED, why)
+    elif refused := artifact.get("refused"):
+        found.stop, found.lines = (Status.ARTIFACT_REFUSED, refused["reason"]), refused["lines"]  # whatever force says: no option relaxes this
     return found
 
 
@@ -78,7 +82,10 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], force: bool = Fal
         if clear(project, cell, force).stop is None:
             if cell.engine != "server":  # a server has its own files, perhaps on another machine
                 _check_format(cell)
-                facts |= look(project.root, cell.model)
+                try:
+                    facts |= look(project.root, cell.model)
+                except ArtifactRefusedError as refused:
+                    facts["refused"] = {"reason": str(refused), "lines": refused.lines}
             layers = facts.get("layers")
             if isinstance(layers, int) and cell.layers > layers:
                 raise LabError(f"layers={cell.layers}: {cell.model.name} has {layers} layers; choose 1 to {layers}")

@@ -121,7 +121,7 @@ class Runner:
         gates = [passed("identity", f"cell {cell.hash[:12]}, code {skeleton['provenance']['code_sha256'][:12]}")]
         try:
             try:
-                clearance = clear(self.project, cell, force)
+                clearance = clear(self.project, cell, force, skeleton["artifact"])
                 gates += clearance.gates
                 if clearance.stop is not None:
                     return self._store(attempt, self._stopped(skeleton, attempt.number, clearance, gates))

@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 
+VQF_NAMES = ("model.vqf", "weights.vqf", "vllm.vqf")
+"""Files by which a folder is a VQF model, where it is not a safetensors one."""
 TEXT_TOKENIZER = Path("experiments/nano")
 """Whose tokenizer reads texts for synthetic weights, which have none: it ships with the project, and its ids fit every vocabulary."""
 
@@ -53,4 +55,11 @@ def open_artifact(path: Path, arch: str) -> Artifact:
                 f"{path}: general.architecture is {found.architecture}, but the model is {arch}; choose its model=, or model=gguf for what the file says"
             )
         return found
+    if path.suffix == ".vqf" or (path.is_dir() and not (path / "model.safetensors").is_file() and any((path / name).is_file() for name in VQF_NAMES)):
+        from lab.artifacts.vqf import VqfArtifact
+
+        vqf = VqfArtifact(path)
+        if vqf.arch != arch:
+            raise LabError(f"{path}: the header describes a {vqf.arch} model, but the model is {arch}; choose its model=")
+        return vqf
     return HfArtifact(path, arch)

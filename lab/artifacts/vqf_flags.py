@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from lab.errors import LabError
+from lab.errors import ArtifactRefusedError, LabError
 
 Q8_8X8, Q4_4X4, X8, Q4I, G256 = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 4
 EMB_F16, VISION, ENCRYPTED, SIGNED, MOE = 1 << 5, 1 << 6, 1 << 7, 1 << 8, 1 << 9
@@ -70,7 +70,7 @@ class Engine:
         return word | (Q4_4X4 if self.q4_4x4 else 0) | (Q4I if q4i else 0) | (G256 if self.wmode == "g256" else 0)
 
 
-class LayoutRefusedError(LabError):
+class LayoutRefusedError(ArtifactRefusedError):
     """A file whose layout bits are not the engine's. The message is one line; `table` compares the words bit by bit."""
 
     def __init__(self, path: Path, file_flags: int, engine_flags: int) -> None:
@@ -85,6 +85,11 @@ class LayoutRefusedError(LabError):
     def __reduce__(self) -> tuple[type[LayoutRefusedError], tuple[Path, int, int]]:
         """An exception is copied between processes by its arguments, which here are not the message."""
         return type(self), (self.path, self.file_flags, self.engine_flags)
+
+    @property
+    def lines(self) -> list[str]:
+        """`table`, for whoever prints a refusal."""
+        return self.table().splitlines()
 
     def table(self) -> str:
         """Both words, then one line per layout bit: what the file says, what the engine expects, and whether they agree."""

@@ -36,7 +36,7 @@ def token_likelihoods(matrix: Matrix, lang: Language) -> Table:
                 significant(sizes[-1]),
             ]
         )
-    header = ["column.path", "tokens.count", "tokens.mean", "tokens.mean_size", "tokens.p99", "tokens.max"]
+    header = ["column.path", "tokens.count", "tokens.mean", "tokens.mean_size", "tokens.tail", "tokens.max"]
     return Table("", [lang(key) for key in header], rows)
 
 

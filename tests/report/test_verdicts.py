@@ -233,13 +233,13 @@ def test_a_difference_beside_a_comparison_is_said_below_the_table(experiment: Ex
     warned = {**PROVENANCE, "machine_state": {"before": {"cpu_clocks": {"state": "warn", "found": "powersave"}}}}
     records = [complete(cell("reference", 6), 0.0), complete(cell("fine", 6), 0.1, speed=120.0, provenance=warned)]
     matrix = build_matrix(experiment, records, compose)
-    assert compare_speeds(matrix, EN).notes == ["fine, 6 layers and the reference also differ in machine_state.cpu_clocks (powersave / –)"]
+    assert compare_speeds(matrix, EN).notes == ["fine, 6 layers and what it is set against also differ in machine_state.cpu_clocks (powersave / –)"]
     assert "powersave / –" in section(text_of(matrix), 4)
 
 
 def test_no_speed_is_compared_with_a_gap(experiment: Experiment) -> None:
     table = compare_speeds(build_matrix(experiment, ladder({"fine": 0.1}), compose), EN)
-    assert table.rows == [["fine, 6 layers", "not compared: the reference is NOT_RUN"]]
+    assert table.rows == [["fine, 6 layers", "not compared: the other is NOT_RUN"]]
 
 
 def test_wide_repeats_are_called_noisy(experiment: Experiment) -> None:

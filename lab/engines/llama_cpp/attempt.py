@@ -120,10 +120,7 @@ class LlamaCppAttempt(Attempt):
         return bounds
 
     def _reference(self, corpus: Corpus) -> tuple[torch.Tensor, dict[str, float]] | None:
-        """The source's log-probabilities by the local engine, where the cell names a source."""
-        if not self.cell.model.source:
-            self.gap(DIVERGENCE, Status.UNSUPPORTED, "no reference: name the model before its conversion (model.source), or give this file as artifact= of it")
-            return None
+        """Log-probabilities by the local engine: of the model before its conversion where the cell names it, else of this very file."""
         self.phase("reference", "log-probabilities of the source")
         try:
             return load_reference(self.cell, self.root, self.cache, self.result.artifact["sha256"], corpus)

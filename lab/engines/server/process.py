@@ -43,7 +43,10 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def start_command(spec: ServerSpec, artifact: Path, layers: int, port: int) -> list[str]:
-    """The words of the command with {artifact}, {layers}, {port} and {python} (this interpreter) filled in; other braces (JSON) stay. Raises LabError for an unknown name."""
+    """The words of the command with {artifact}, {layers}, {port} and {python} (this interpreter) filled in; other braces (JSON) stay.
+
+    Raises LabError for an unknown name.
+    """
     known = {"{artifact}": str(artifact), "{layers}": str(layers), "{port}": str(port), "{python}": sys.executable}
     words = []
     for word in spec.command:
