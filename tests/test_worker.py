@@ -295,6 +295,10 @@ def test_a_device_that_is_none_is_named(root: Path, cache: Path) -> None:
 
 def test_machine_bounds_are_measured_once_and_a_torn_file_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
+    monkeypatch.setattr("lab.measure.machine.psutil.cpu_percent", lambda interval: 100.0)
+    assert machine_bounds(cpu, torch.float32, 1, tmp_path)["others_busy_cores"] > 0
+    assert not list(tmp_path.glob("machine-*.json")), "bounds of a busy machine are used and not kept"
+    monkeypatch.setattr("lab.measure.machine.psutil.cpu_percent", lambda interval: 0.0)
     first = machine_bounds(cpu, torch.float32, 1, tmp_path)
     assert first["read_bytes_s"] > 1e8 and first["flops_s"] > 1e8 and first["measured_at"]
     assert machine_bounds(cpu, torch.float32, 1, tmp_path) == first

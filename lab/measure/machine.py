@@ -17,12 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from lab.errors import GapError
 from lab.record import Status
 
 _VERSION = 1
+_LOOK_S = 0.3
+_IDLE_CORES = 0.3
+"""Cores that others may use while bounds are measured that are to be kept."""
 
 
 def machine_bounds(device: torch.device, dtype: torch.dtype, threads: int, cache: Path) -> dict[str, Any]:
@@ -47,11 +51,15 @@ def machine_bounds(device: torch.device, dtype: torch.dtype, threads: int, cache
                 return kept
         except (OSError, ValueError, AttributeError) as error:
             print(f"{path.name}: not readable ({error}); measuring again", file=sys.stderr)
+    busy = psutil.cpu_percent(interval=_LOOK_S) / 100 * (psutil.cpu_count() or 1)
     command = [sys.executable, "-m", "lab.measure.machine", str(device), str(dtype).removeprefix("torch."), str(threads)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise GapError(Status.INFRA, f"measuring this machine's bandwidth failed with exit code {done.returncode}; the attempt's log says why")
     bounds: dict[str, Any] = {**identity, **json.loads(done.stdout), "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    if busy > _IDLE_CORES:  # bounds of a shared machine are too low, and would make every later rate look impossible
+        print(f"machine bounds are not kept: others used {busy:.1f} cores when they were measured", file=sys.stderr)
+        return bounds | {"others_busy_cores": round(busy, 1)}
     try:
         cache.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.part")
