@@ -230,8 +230,8 @@ def _inconsistent(found: Measurement) -> str | None:
 
 def _implausible(name: str, found: Measurement, result: WorkerResult) -> Refusal | None:
     vocabulary = result.evidence.get("vocab_size", result.artifact.get("vocab_size"))
-    ppl = result.metrics.get("ppl")
-    if known_protocol(name) == known_protocol("ppl") and ppl and isinstance(vocabulary, int) and ppl.value > vocabulary:
+    ppl = found if METRICS[name].unit == "ppl" else result.metrics.get("ppl") if known_protocol(name) == known_protocol("ppl") else None
+    if ppl and isinstance(vocabulary, int) and ppl.value > vocabulary:
         return Status.IMPLAUSIBLE, f"perplexity {ppl.value:.6g} is above the vocabulary size {vocabulary}: worse than guessing"
     if found.roofline_pct is not None and found.roofline_pct > MAX_ROOFLINE_PCT:
         return Status.IMPLAUSIBLE, f"{found.roofline_pct:.1f} % of the physical bound: bytes or time are miscounted"

@@ -65,7 +65,7 @@ class ServerSpec(_Frozen):
     model: str = ""
     """The model name sent in requests; empty: the first one that the server lists."""
     command: tuple[str, ...] = ()
-    """The start command as words; {artifact}, {layers}, {port} and {python} (the one that runs the lab) are filled in. Never through a shell."""
+    """The start command as words; {artifact}, {layers}, {port}, {threads} and {python} (the one that runs the lab) are filled in. Never through a shell."""
     environment: dict[str, str] = Field(default_factory=dict)
     health: str = "/health"
     """Path, from the server's root, that answers 200 when requests can be sent."""

@@ -76,12 +76,13 @@ def known_keys(project: Project, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def sizes_file(project: Project, artifact: str, geometry: str, source: str = "") -> Path | None:
-    """The file that holds a model's sizes: the artifact itself where it is a GGUF file, its config.json, that of `source`, the geometry for planning, or None.
+    """The file that holds a model's sizes: the artifact itself where it is a GGUF or VQF file, its config.json, that of `source`, the geometry for planning,
+    or None.
 
     Raises LabError for a geometry that is named and not there.
     """
     whole = project.path(artifact)
-    if whole.suffix == ".gguf" and whole.is_file():
+    if whole.suffix in (".gguf", ".vqf") and whole.is_file():
         return whole
     for folder in filter(None, (artifact, source)):
         if (own := project.path(folder) / "config.json").is_file():
@@ -98,8 +99,15 @@ def model_layers(project: Project, artifact: str, geometry: str = "", source: st
     file = sizes_file(project, artifact, geometry, source)
     if file is None:
         return None
-    if file.suffix == ".gguf":
-        return gguf_header(file).layers
+    if file.suffix in (".gguf", ".vqf"):
+        try:
+            return gguf_header(file).layers if file.suffix == ".gguf" else _vqf_layers(file, file.stat().st_mtime_ns)
+        except LabError:
+            # A damaged file is for preflight to refuse: its cells must still compose, or no matrix could show their earlier records.
+            other = sizes_file(project, "", geometry, source)
+            if other is None:
+                raise
+            file = other
     try:
         data = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -131,6 +139,14 @@ def _gguf_header(file: Path, changed_ns: int) -> GgufHeader:
     found = GgufArtifact(file)
     config = found.config()
     return GgufHeader(found.arch, config.num_layers, config.vocab_size)
+
+
+@cache
+def _vqf_layers(file: Path, changed_ns: int) -> int:
+    """Layers by a VQF file's header, whatever its layout: that is for the gate to refuse."""
+    from lab.artifacts.vqf_file import VqfFile
+
+    return VqfFile(file).header.arch.n_layers
 
 
 def _with_model(given: list[Override]) -> list[Override]:
@@ -216,7 +232,7 @@ def _with_artifact(project: Project, model: dict[str, Any], given: Any) -> dict[
     if given == SYNTHETIC:
         sizes = str(model.get("geometry") or "") or f"{model['artifact']}/config.json"
         return {**model, "artifact": SYNTHETIC, "geometry": sizes, "source": ""}
-    if given is not None and given != model["artifact"]:
+    if given is not None and project.path(given).resolve() != project.path(model["artifact"]).resolve():
         model = {**model, "artifact": given, "source": model.get("source") or model["artifact"]}
     if not model["artifact"]:
         raise LabError(f"model={model.get('name')}: name its file with artifact=FILE.gguf")

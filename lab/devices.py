@@ -69,3 +69,8 @@ def _kernel_shows_gpu() -> bool:
     if visible is not None and visible.strip() in ("", "-1"):
         return False
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
+def usable_cores() -> int:
+    """Cores this process may run on; fewer than the machine's inside a container or under taskset."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,6 +13,7 @@ from typing import Any
 from lab.cell import Cell, EvidenceRule
 from lab.engines import server_evidence
 from lab.engines.llama_cpp import evidence as llama_cpp_evidence
+from lab.engines.strip_limits import strip_limits
 from lab.record import Status
 
 Finding = tuple[Status, str]
@@ -20,8 +21,8 @@ Finding = tuple[Status, str]
 _REQUIRED = ("ops", "resident", "component_layers", "layers", "source_codecs", "weights", "rows_per_token", "tokens_forwarded")
 _ALWAYS = ("trunk", "head")
 """Components no model is without; the n-gram table can be absent at a small depth."""
-_EXPERTS = {("experts", "qwen4_exp"), ("experts", "qwen3_moe")}
-"""Dense models have none."""
+_EXPERTS = {("experts", "qwen4_exp")}
+"""Dense models have none, and a mixture may begin with dense layers."""
 
 
 def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
@@ -38,7 +39,8 @@ def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
         return [(Status.PATH_NOT_EXECUTED, "no token went through the model")]
     if not cell.path.evidence:
         return [(Status.PATH_NOT_EXECUTED, f"path {cell.path.name} has no evidence rules, so nothing can show that it ran")]
-    findings = [f for rule in cell.path.evidence for f in _check_rule(cell, rule, evidence)]
+    findings = _strips(cell, evidence)
+    findings += [f for rule in cell.path.evidence for f in _check_rule(cell, rule, evidence)]
     findings += _options(cell, evidence)
     return sorted(findings, key=lambda f: f[0] is not Status.PATH_NOT_EXECUTED)
 
@@ -59,6 +61,19 @@ def _check_rule(cell: Cell, rule: EvidenceRule, evidence: dict[str, Any]) -> lis
     if (share := _resident_share(rule, allowed, device, evidence)) < rule.residency:
         findings.append((Status.DEGRADED, f"{rule.component}: {share:.1%} of its weights are resident as {rule.op}, {rule.residency:.1%} are required"))
     return findings
+
+
+def _strips(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
+    """Strip caches (`lab.engines.strips`) that do not hold everything, or that budgets ask for and nobody reported."""
+    limits = strip_limits(cell)
+    told = evidence.get("strips", {})
+    places = {place["where"]: place for place in told.get("places", ())}
+    if missing := [limit.where for limit in limits if limit.where not in places]:
+        return [(Status.PATH_NOT_EXECUTED, f"budgets were given, and the worker reported no strip cache on the {' and '.join(missing)}")]
+    partly = [place for place in places.values() if place["kept"] < place["total"]]
+    short = [f"{place['where']}: {place['kept']} of {place['total']} weights resident ({place['limit']})" for place in partly]
+    worked = f"while running, weights were built from the file's blocks {told.get('rebuilt')} times and moved to the device {told.get('moved')} times"
+    return [(Status.DEGRADED, f"{', '.join(short)}; {worked}")] if short else []
 
 
 def _options(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:

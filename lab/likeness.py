@@ -22,8 +22,8 @@ OF_THE_MACHINE = frozenset(
 """Metrics that another machine or another torch moves by more than rounding: everything timed, and the memory a process takes."""
 _DEVICE = ("name", "torch_device", "compute_dtype", "threads")
 _BENCH_IDLE = ("name", "timeout_s", "llama_half_chunks", "llama_half_context")
-"""Fields of a bench that move no number."""
-_TAKEN = ("cache_state", "corpus", "corpus_sha256", "context_tokens", "requested_tokens")
+"""Fields of a bench that move no number, or only one whose details say so (`_TAKEN`)."""
+_TAKEN = ("bos", "chunks", "context", "cache_state", "corpus", "corpus_sha256", "context_tokens", "requested_tokens")
 """Details of a measurement that must agree."""
 _NEEDED = ("machine.cpu", "machine.cores")
 """Where both records leave these out, nobody knows that it was one machine."""

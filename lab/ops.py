@@ -138,8 +138,9 @@ def _one_expert(stack: Packed, x: Tensor, expert: int) -> Tensor:
 
 def _slot_products(stack: Packed, x: Tensor, slots: Tensor) -> Tensor:
     """x [s, in] -> [s, out], row i through expert slots[i]."""
-    # Slots that share an expert need its bytes once, whatever an implementation gathers.
-    stack.count(len(slots), 2 * len(slots) * stack.shape[1] * stack.shape[2], stack.nbytes() // stack.shape[0] * int(slots.unique().numel()))
+    # Slots that share an expert need its bytes once, whatever an implementation gathers. On a GPU the most that can be: to look would wait for the device.
+    distinct = int(slots.unique().numel()) if slots.device.type == "cpu" else min(len(slots), stack.shape[0])
+    stack.count(len(slots), 2 * len(slots) * stack.shape[1] * stack.shape[2], stack.nbytes() // stack.shape[0] * distinct)
     if stack.prepared is not None:
         return stack.prepared.expert_products(slots, x.float()).to(x.dtype)
     return (stack.decode(stack.codec.select(stack.parts, slots), x.dtype) @ x.unsqueeze(-1)).squeeze(-1)

@@ -23,8 +23,8 @@ from lab.gates import forced, passed
 from lab.project import Project
 from lab.record import GateResult, Status
 
-LOCAL_ARCHITECTURES = ("qwen4_exp", "llama", "qwen3", "qwen3_moe")
-"""What the local engine has code for. Other architectures can be named, planned and registered."""
+VQF_ARCHITECTURES = ("qwen3", "qwen3_moe")
+"""What a VQF file can hold."""
 
 Inspect = Callable[[Path, ModelSpec], dict[str, Any]]
 """(project root, model) -> what its files are."""
@@ -62,8 +62,8 @@ def _unsupported(cell: Cell) -> str | None:
     """Why this cell cannot run on this machine with this version, or None."""
     if cell.path.unsupported is not None:
         return cell.path.unsupported.strip()
-    if cell.engine == "local" and cell.model.arch not in LOCAL_ARCHITECTURES:
-        return f"the local engine has no code for the architecture {cell.model.arch} of {cell.model.name}"
+    if cell.path.format == "vqf" and cell.model.arch not in VQF_ARCHITECTURES:
+        return f"VQF files hold models of the qwen3 family, not {cell.model.arch}"
     if not is_expected(cell.device.expect, here := accelerators()):
         return f"device={cell.device.name} is not here: this machine has {', '.join(here) or 'no accelerator'}"
     return None
@@ -80,7 +80,9 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], force: bool = Fal
     for cell in cells:
         facts: dict[str, Any] = {"path": cell.model.artifact}
         if clear(project, cell, force).stop is None:
-            if cell.engine != "server":  # a server has its own files, perhaps on another machine
+            if cell.engine == "server":  # a server has its own files, perhaps on another machine
+                facts |= _served(project, cell, look)
+            else:
                 _check_format(cell)
                 try:
                     facts |= look(project.root, cell.model)
@@ -94,6 +96,17 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], force: bool = Fal
     return found
 
 
+def _served(project: Project, cell: Cell, look: Inspect) -> dict[str, Any]:
+    """What the file is that the server is started with, where the lab can tell: the digest then stands in the record."""
+    spec = cell.path.server
+    if spec is None or not any("{artifact}" in word for word in spec.command) or not project.path(cell.model.artifact).exists():
+        return {}
+    try:
+        return look(project.root, cell.model)
+    except LabError:
+        return {}  # the server may read what the lab does not
+
+
 def _check_format(cell: Cell) -> None:
     """Raises LabError where the path runs another kind of file than the artifact is."""
     wanted, artifact = cell.path.format, cell.model.artifact
@@ -101,8 +114,10 @@ def _check_format(cell: Cell) -> None:
         return
     if artifact == SYNTHETIC:
         raise LabError(f"path={cell.path.name} runs {wanted.upper()} files; artifact={SYNTHETIC} is for paths that choose their codecs")
-    make = f"python -m lab convert {artifact} {cell.model.name}.{wanted} --to {wanted}"
-    raise LabError(f"path={cell.path.name} runs {wanted.upper()} files, and {artifact} is none: give artifact=FILE.{wanted}, or make one with {make}")
+    options = "--types q8_0" if wanted == "gguf" else "--wmode q8"
+    make = f", or make one with python -m lab convert {artifact} {cell.model.name}.{wanted} --to {wanted} {options}"
+    possible = cell.model.arch == "qwen4_exp" if wanted == "gguf" else cell.model.arch in VQF_ARCHITECTURES
+    raise LabError(f"path={cell.path.name} runs {wanted.upper()} files, and {artifact} is none: give artifact=FILE.{wanted}{make if possible else ''}")
 
 
 def _corpus_sha256(file: Path, name: str) -> str:

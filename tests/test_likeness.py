@@ -53,6 +53,13 @@ def made(path: str, change: Change = ({}, {}, {}), speed: float = 100.0, layers:
     return full.model_copy(update={"cell": {**full.cell, **of}, "metrics": metrics})
 
 
+@pytest.mark.parametrize("details", [{"chunks": 8}, {"bos": "id 1 first in every chunk"}, {"context": 2048}])
+def test_how_a_perplexity_was_cut_forbids_the_comparison_and_what_the_bench_asked_of_another_does_not(details: dict[str, Any]) -> None:
+    asked = {"bench": {**BASE.bench.model_dump(), "llama_half_chunks": 16}}
+    assert unlike(made("reference"), made("fine", ({}, asked, {})), PP) == []
+    assert [one.what for one in unlike(made("reference"), made("fine", ({}, asked, details)), PP)] == list(details)
+
+
 @pytest.mark.parametrize("key", FORBIDDING)
 def test_what_moves_a_speed_forbids_the_comparison_both_ways(key: str) -> None:
     a, b = made("reference"), made("fine", FORBIDDING[key])

@@ -122,15 +122,6 @@ class GgufWeights:
     def __init__(self, gguf: Gguf, layout: Layout, where: str) -> None:
         self.gguf, self.layout, self.where = gguf, layout, where
 
-    def __contains__(self, name: str) -> bool:
-        for ask in (lambda: self.matrix(name), lambda: self.vector(name), lambda: self.layout.integers(name)):
-            try:
-                ask()
-            except LabError:
-                continue
-            return True
-        return False
-
     def matrix(self, name: str) -> Sequence[Stored]:
         """The file's blocks without a copy; only a block whose rows are moved is copied, packed as it is."""
         return [self._stored(piece, 2) for piece in self.layout.matrix(name)]

@@ -143,6 +143,9 @@ class Qwen4ExpLayout:
         whole, meta = self.meta.whole, self.meta
         if meta.text(".rope.scaling.type", "none") != "none":
             raise meta.refuse(".rope.scaling.type", f"is {meta.text('.rope.scaling.type')!r}; only unscaled rotary positions are supported")
+        for key in (".rope.scaling.factor", ".rope.scale_linear", ".rope.scaling.attn_factor"):
+            if meta.number(key, 1.0) not in (0, 1):
+                raise meta.refuse(key, f"is {meta.number(key)}; only unscaled rotary positions are supported")
         head_dim, hidden = whole(".attention.key_length"), whole(".embedding_length")
         if whole(".attention.value_length", head_dim) != head_dim:
             raise meta.refuse(".attention.value_length", f"is not the key length of {head_dim}")

@@ -67,13 +67,16 @@ def tokenizer_facts(metadata: Metadata) -> dict[str, Any]:
     """{model, pre, tokens, add_bos, add_eos, bos, eos, missing_bytes}: what a report tells about the tokenizer. Raises LabError."""
     tokens = metadata.texts("tokenizer.ggml.tokens")
     pre = _pre(metadata)
+    add_bos, bos = metadata.flag("tokenizer.ggml.add_bos_token", pre in _LLAMA3_RULES), _id(metadata, "bos", len(tokens))
+    if add_bos and bos is None:
+        raise metadata.refuse("tokenizer.ggml.add_bos_token", "is true without tokenizer.ggml.bos_token_id; the first token of a text would be a guess")
     return {
         "model": metadata.text("tokenizer.ggml.model"),
         "pre": pre,
         "tokens": len(tokens),
-        "add_bos": metadata.flag("tokenizer.ggml.add_bos_token", pre in _LLAMA3_RULES),
+        "add_bos": add_bos,
         "add_eos": metadata.flag("tokenizer.ggml.add_eos_token", False),
-        "bos": _id(metadata, "bos", len(tokens)),
+        "bos": bos,
         "eos": _id(metadata, "eos", len(tokens)),
         "missing_bytes": len(_missing(set(tokens))),
     }

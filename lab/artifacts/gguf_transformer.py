@@ -71,7 +71,7 @@ class TransformerLayout:
         if self.head_dim % 2:
             raise metadata.refuse(".attention.key_length", f"is {self.head_dim}; rotary heads need an even width")
         for key in _NOT_COMPUTED:
-            if key in metadata and metadata.values[metadata.full(key)] != 0:
+            if key in metadata and (isinstance(value := metadata.values[metadata.full(key)], list | np.ndarray) or value != 0):
                 raise metadata.refuse(key, "is set, and the engine does not compute it")
         if metadata.arch != "qwen3moe" and whole(".expert_count", 0, least=0):
             raise metadata.refuse(".expert_count", f"is {whole('.expert_count')}; a mixture under the name {metadata.arch} (Mixtral) is not supported")
@@ -119,13 +119,15 @@ class TransformerLayout:
         }
 
     def _scaling(self) -> dict[str, Any]:
-        kind = self.metadata.text(".rope.scaling.type", "none")
-        if kind == "linear":
-            return {"rope_type": "linear", "factor": self.metadata.number(".rope.scaling.factor")}
-        if kind != "none" or (".rope.scale_linear" in self.metadata and self.metadata.number(".rope.scale_linear") != 1):
-            key = ".rope.scaling.type" if kind != "none" else ".rope.scale_linear"
-            raise self.metadata.refuse(key, f"is {self.metadata.values[self.metadata.full(key)]!r}; supported: none, linear, and factors in {_ROPE_FACTORS}")
-        return {"rope_type": "default"}
+        """RoPE scaling as llama.cpp reads it: without a type, a factor means linear; `rope.scale_linear` is the older key of the same factor."""
+        metadata = self.metadata
+        kind = metadata.text(".rope.scaling.type", "linear")
+        if kind not in ("none", "linear"):
+            raise metadata.refuse(".rope.scaling.type", f"is {kind!r}; supported: none, linear, and factors in {_ROPE_FACTORS}")
+        if metadata.number(".rope.scaling.attn_factor", 1.0) != 1:
+            raise metadata.refuse(".rope.scaling.attn_factor", "is set, and the engine does not compute it")
+        factor = metadata.number(".rope.scaling.factor", metadata.number(".rope.scale_linear", 1.0))
+        return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor not in (0, 1) else {"rope_type": "default"}
 
     def _rope_factors(self) -> list[float]:
         """What each inverse frequency is divided by (llama3's scaling, precomputed), one for each pair of a head's values."""

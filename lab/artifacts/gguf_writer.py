@@ -9,6 +9,7 @@ What it does not prove: that the bytes are the right ones; the caller reads the 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,7 +127,7 @@ def writing(
 @contextmanager
 def _aside(path: Path) -> Iterator[tuple[int, Callable[[], Path]]]:
     """(an open file, a function that gives it a name beside `path`). Without a name so far where the system can; removed when the block fails."""
-    named = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    named = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")  # process numbers repeat in containers
     nameless = _nameless(path.parent)
     handle = os.open(named, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666) if nameless is None else nameless
 

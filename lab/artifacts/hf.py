@@ -1,7 +1,7 @@
 """A checkpoint folder in the Hugging Face layout as the engine sees it: config.json, tokenizer.json and safetensors.
 
-Released layouts are adopted as they are: bf16, or e4m3 with its scales; float16 and float32 only where every value fits bf16 exactly. Apart from
-`checkpoint`, which reads tensors by name and knows no codec.
+Every layout is adopted as it is: bf16, e4m3 with its scales, or float16 and float32 (as GGUF's plain floats; as bf16 where every value fits it exactly).
+Apart from `checkpoint`, which reads tensors by name and knows no codec.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from lab.errors import LabError
 from lab.models import ModelConfig, read_config
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_WIDER = {torch.float16: "gguf:F16", torch.float32: "gguf:F32"}
+"""Codecs of what does not fit bf16."""
 
 
 class HfArtifact:
@@ -59,9 +61,6 @@ class HfWeights:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint, self.where = checkpoint, str(checkpoint.folder)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.checkpoint
 
     def matrix(self, name: str) -> Sequence[Stored]:
         """One block. Block scales beside it are honoured."""
@@ -101,15 +100,17 @@ class HfWeights:
         return self._stored(self.checkpoint.get(names[index]), scale, names[index])
 
     def _stored(self, stored: Tensor, scale: Tensor | None, name: str) -> Stored:
-        """The tensor as it is in the file: bf16, or e4m3 with its released scale."""
+        """The tensor as it is in the file: bf16, wider floats, or e4m3 with its released scale. Raises LabError for values that are no numbers."""
         if scale is not None:
             return Stored(*from_release(stored, scale), tuple(stored.shape))
         if stored.dtype not in _FLOATS:
             raise LabError(f"{self.where}: {name} is stored as {stored.dtype} without a scale; expected bf16, or e4m3 with its scale")
-        if stored.dtype != torch.bfloat16 and not torch.equal(stored.to(torch.bfloat16).to(stored.dtype), stored):
-            raise LabError(f"{self.where}: {name} is {stored.dtype} and does not fit bf16 exactly; the released layouts are bf16 and e4m3")
-        source = create("bf16")
-        return Stored(source, source.encode(stored), tuple(stored.shape))
+        exact = stored.dtype == torch.bfloat16 or torch.equal(stored.to(torch.bfloat16).to(stored.dtype), stored)
+        source = create("bf16" if exact else _WIDER[stored.dtype])
+        try:
+            return Stored(source, source.encode(stored), tuple(stored.shape))
+        except LabError as error:
+            raise LabError(f"{self.where}: {name}: {error}") from None
 
 
 def config_json(folder: Path) -> dict[str, Any]:

@@ -88,10 +88,6 @@ class SyntheticWeights:
         self._wanted = inventory(config)
         self._random = {kind: torch.Generator(kind).manual_seed(SEED) for kind in {device.type, "cpu"}}
 
-    def __contains__(self, name: str) -> bool:
-        wanted = self._wanted
-        return any(name in known for known in (wanted.linears, wanted.vectors, wanted.embeddings, wanted.constants))
-
     def matrix(self, name: str) -> Sequence[Stored]:
         """One block in the component's codec."""
         if name in self._wanted.embeddings:

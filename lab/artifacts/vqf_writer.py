@@ -165,11 +165,13 @@ class _Out:
 
 
 def _write_outside(out: _Out, weights: Weights, arch: Arch, tied: bool, codecs: dict[str, VqfCodec]) -> None:
-    embedding = _Matrix(weights, "embed_tokens.weight", (arch.vocab_size, arch.dim))
-    out.rows("token_embed", 0, {"": vqf_codec("F16")}, embedding.pieces())
+    matrix = _Matrix(weights, "embed_tokens.weight", (arch.vocab_size, arch.dim))
+    out.rows("token_embed", 0, {"": vqf_codec("F16")}, matrix.pieces())
     _put_vector(out, "final_norm", 0, weights.vector("norm.weight"), weights.where)
-    head = embedding if tied else _Matrix(weights, "lm_head.weight", (arch.vocab_size, arch.dim))
-    out.rows("lm", 0, codecs, head.pieces())
+    if not tied:
+        del matrix  # not every source is mapped: these two are the largest of a model
+        matrix = _Matrix(weights, "lm_head.weight", (arch.vocab_size, arch.dim))
+    out.rows("lm", 0, codecs, matrix.pieces())
 
 
 def _write_layer(out: _Out, weights: Weights, arch: Arch, layer: int, codecs: dict[str, VqfCodec]) -> None:

@@ -34,9 +34,6 @@ class Weights(Protocol):
     where: str
     """The file or folder, for errors."""
 
-    def __contains__(self, name: str) -> bool:
-        """Whether a tensor of this name can be asked for."""
-
     def matrix(self, name: str) -> Sequence[Stored]:
         """The matrix as row blocks [rows_i, cols] in order: usually one; several where the file splits it, perhaps in different codecs."""
 

@@ -18,10 +18,11 @@ from lab.capacity.ledger import ACCOUNT_PARTS, Experts, Ledger, Line, Place
 from lab.capacity.qwen4_exp import qwen4_exp_sizes
 from lab.capacity.sizes import TRANSFORMERS, ModelSizes, transformer_sizes
 from lab.capacity.storage import Encoding, Stored, is_vqf, stored
-from lab.capacity.tiers import MB, Strips, Tier, expert_residency, has_strip, strips_of, tier_of
+from lab.capacity.tiers import Strips, Tier, expert_residency, has_strip, strips_of, tier_of
 from lab.capacity.traffic import Pass, Traffic, forward, rate_tok_s
 from lab.capacity.workspace import workspace
 from lab.cell import Cell
+from lab.engines.strip_limits import MB
 from lab.errors import LabError
 from lab.measure.throughput import DECODE, LANES, PREFILL
 from lab.models.fields import Fields
@@ -130,7 +131,7 @@ def _lines(tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) 
         yield Line(component="staging", codec="as the experts", placement="tiered", where="device", weights=0, bytes=sum(staging.values()), copy_of_host=True)
     if strips is not None:
         caches: dict[Place, int] = {"host": strips.host, "device": strips.device}
-        for place, size in caches.items():
+        for place, size in ((place, size) for place, size in caches.items() if size):
             yield Line(component="strips", codec="int8 + float32 per 32", placement="cache", where=place, weights=0, bytes=size, copy_of_host=True)
 
 
@@ -178,7 +179,7 @@ def _notes(cell: Cell, tensors: Sequence[Stored], tier: Tier | None, strips: Str
         yield "streamed experts pass through a staging area of one layer; host memory holds every layer that is not whole on the device"
     if "cpu_cold" in placements:
         yield "the CPU reads the cold experts itself, and no device file has a figure for that: no estimates, and bounds only where slots can hold all in use"
-    if strips is not None:
+    if strips is not None and len(strips.residency) > 1:
         yield "the strip cache is that of the CPU engine; the CUDA port is not public, so that its residency is inferred"
         yield "strips that do not stay on the device are moved there again in every pass"
     if is_vqf(cell):

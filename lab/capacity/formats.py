@@ -1,7 +1,7 @@
 """Bytes of the block types of GGUF and VQF files, by the names paths give them: `gguf:IQ2_XS`, `vqf:Q4_0`.
 
 A plan needs their sizes whether or not an engine can multiply them. Each type stores a fixed number of bytes per block of consecutive weights of a row. GGUF's
-types are those of `lab.codecs.gguf_types`; VQF's few stand here until a codec brings its own `nbytes`. Nothing here says how a block is decoded.
+types are those of `lab.codecs.gguf_types`, VQF's those of `lab.codecs.vqf`, tiled or not. Nothing here says how a block is decoded.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from math import prod
 
 from lab.codecs.gguf_types import TYPES
+from lab.codecs.vqf import VQF_CODECS
 from lab.errors import LabError
 
-# (weights per block, bytes per block). A VQF file knows five types (qtype 1 to 5 of its directory); tiled or not, the quantised ones take blocks of 32.
-_VQF = {"F32": (1, 4), "F16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_8X8L": (32, 18)}
-_FAMILIES = {"gguf": {name: (kind.block, kind.nbytes) for name, kind in TYPES.items()}, "vqf": _VQF}
+_VQF = {name.removeprefix("vqf:"): (kind.block, kind.block_bytes) for name, kind in VQF_CODECS.items()}
+_FAMILIES = {"gguf": {name: (kind.block, kind.nbytes) for name, kind in TYPES.items()}, "vqf": _VQF}  # (weights, bytes) per block
 _GGUF_FALLBACK = ("IQ4_NL", "F16")
 """What llama.cpp's quantiser stores where a row is no multiple of the asked type's block: a type of 32, else 16 bits."""
 

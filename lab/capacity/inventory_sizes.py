@@ -7,7 +7,7 @@ therefore runs in the ledger's own process only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -73,11 +73,23 @@ def file_sizes(file: Path, arch: str, layers: int, dtype: torch.dtype) -> tuple[
     artifact = open_artifact(file, arch)
     sizes = inventory_sizes(artifact.config().truncated(layers), dtype)
     weights = artifact.weights()
-    return sizes, {one.name: _encoding(weights, one) for one in sizes.weights if one.kind != "vector"}
+    listed = [part for one in sizes.weights for part in _as_filed(weights, one)]
+    return replace(sizes, weights=tuple(one for one, _ in listed)), {one.name: encoding for one, encoding in listed if encoding is not None}
 
 
-def _encoding(weights: Weights, one: Weight) -> Encoding:
+def _as_filed(weights: Weights, one: Weight) -> list[tuple[Weight, Encoding | None]]:
+    """The weight with the file's encoding; gate and up as two where the file has them apart."""
+    if one.kind == "vector":
+        return [(one, None)]
     blocks = _blocks(weights, one)
+    if one.kind != "experts" or len(blocks) == 1:
+        return [(one, _encoding(blocks, one))]
+    prefix, halves = one.name.rpartition(".")[0], zip(("gate", "up"), blocks, strict=True)
+    parts = [(replace(one, name=f"{prefix}.{which}", shape=tuple(block.shape)), block) for which, block in halves]
+    return [(part, _encoding([block], part)) for part, block in parts]
+
+
+def _encoding(blocks: Sequence[InFile], one: Weight) -> Encoding:
     names = dict.fromkeys(block.codec.name for block in blocks)
     return FileEncoding(" + ".join(names), one.shape, sum(block.codec.nbytes(block.shape) for block in blocks))
 

@@ -70,8 +70,6 @@ def stored(cell: Cell, sizes: ModelSizes, in_file: Mapping[str, Encoding] = _NOT
     found = []
     for weight in sizes.weights:
         plan = cell.path.components.get(weight.component)
-        if plan is None and vqf and weight.component == "experts":
-            plan = cell.path.components["trunk"]  # one type for all layer matrices of a VQF file
         try:
             as_filed = in_file.get(weight.name) if plan is None or plan.codec == "source" else None
             one = Stored(weight, as_filed or _encoding(plan, weight, sizes, vqf), (plan or _SOURCE).placement)
@@ -83,9 +81,8 @@ def stored(cell: Cell, sizes: ModelSizes, in_file: Mapping[str, Encoding] = _NOT
 
 
 def is_vqf(cell: Cell) -> bool:
-    """Whether the layers' matrices come from a VQF file."""
-    trunk = cell.path.components.get("trunk")
-    return trunk is not None and trunk.codec.startswith("vqf:")
+    """Whether the weights come from a VQF file."""
+    return cell.path.format == "vqf"
 
 
 def _encoding(plan: ComponentPlan | None, weight: Weight, sizes: ModelSizes, vqf: bool) -> Encoding:

@@ -3,7 +3,7 @@
 Experts (`tiered`, `cpu_cold`): the first `placement.resident_layers` layers stay on the device whole, of the others `placement.slots` experts each; host
 memory holds all experts of the layers that are not whole on the device. Streamed layers pass through a staging area of one layer's experts.
 Strip cache: the sizes are those of the CPU engine's cache that the CUDA port is said to descend from (int8 codes, a float32 scale per 32 weights); the port
-itself is not public, so the prediction is an inference.
+itself is not public, so the prediction is one of the lab's own engine (`lab.engines.strips`) and for Kestrel's an inference.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lab.capacity.ledger import Place, Residency
+from lab.capacity.ledger import Residency
 from lab.capacity.sizes import ModelSizes, Weight
-from lab.capacity.storage import Stored, is_vqf
+from lab.capacity.storage import Stored
 from lab.cell import Cell, Placement
+from lab.engines.strip_limits import COMPONENTS, MB, Limit, strip_limits
 
-MB = 1 << 20
-"""Budgets are counted in 2^20 bytes, as the CPU engine's own cap of 768 MiB is."""
 _STRIP_GROUP = 32
 
 
@@ -66,7 +65,7 @@ def _limit(placement: Placement) -> str:
 @dataclass(frozen=True)
 class Strips:
     """The strip caches of a VQF cell: one entry per layer and matrix. `host` and `device` are the bytes each holds; `missing` names (layer, matrix) of
-    the entries that do not stay on the device and are built and moved again in every pass."""
+    the entries that do not stay where they are computed and are built (and moved) again in every pass."""
 
     host: int
     device: int
@@ -75,25 +74,22 @@ class Strips:
 
 
 def strips_of(cell: Cell, tensors: Sequence[Stored]) -> Strips | None:
-    """The strip caches, or None for a cell without a VQF file, without a budget, or on the CPU, which computes from the file's blocks."""
-    p = cell.placement
-    if not is_vqf(cell) or cell.device.torch_device == "cpu" or (p.slots, p.host_budget_mb, p.device_budget_mb) == (None, None, None):
+    """The strip caches, or None for a cell without any (`strip_limits`), which computes from the file's blocks."""
+    limits = strip_limits(cell)
+    if not limits:
         return None
-    # Preloading walks layers, and in each its matrices: the order of the list.
-    entries = [t.weight for t in tensors if has_strip(t.weight)]
-    host, device = _kept(entries, p.host_budget_mb, p.slots), _kept(entries, p.device_budget_mb, p.slots)
-    total = sum(strip_bytes(w) for w in entries)
-    residency = (
-        _strip_residency("host", len(host), len(entries), total, p.host_budget_mb, "host_budget_mb", p.slots),
-        _strip_residency("device", len(device), len(entries), total, p.device_budget_mb, "device_budget_mb", p.slots),
-    )
-    missing = frozenset((w.layer, w.name) for w in entries) - {(w.layer, w.name) for w in device}
-    return Strips(sum(map(strip_bytes, host)), sum(map(strip_bytes, device)), missing, residency)
+    # Preloading walks layers, and in each its matrices: within a layer the order of the list.
+    entries = sorted((t.weight for t in tensors if has_strip(t.weight)), key=lambda weight: weight.layer or 0)
+    kept = {limit.where: _kept(entries, limit.budget_mb, limit.slots) for limit in limits}
+    held = {where: sum(map(strip_bytes, stay)) for where, stay in kept.items()}
+    missing = frozenset((w.layer, w.name) for w in entries) - {(w.layer, w.name) for w in kept[limits[-1].where]}
+    residency = tuple(_strip_residency(limit, len(kept[limit.where]), entries) for limit in limits)
+    return Strips(held["host"], held.get("device", 0), missing, residency)
 
 
 def has_strip(weight: Weight) -> bool:
     """Whether the weight has an entry in the cache: the seven matrices of each layer, a layer's experts stacked."""
-    return weight.layer is not None and weight.component in ("trunk", "experts")
+    return weight.layer is not None and weight.component in COMPONENTS
 
 
 def strip_bytes(weight: Weight) -> int:
@@ -113,6 +109,6 @@ def _kept(entries: Sequence[Weight], budget_mb: int | None, slots: int | None) -
     return kept
 
 
-def _strip_residency(where: Place, kept: int, total: int, needed_bytes: int, budget_mb: int | None, key: str, slots: int | None) -> Residency:
-    limits = ["no budget given" if budget_mb is None else f"placement.{key}={budget_mb}", *([] if slots is None else [f"placement.slots={slots}"])]
-    return Residency(what="weights", where=where, kept=kept, total=total, needed_bytes=needed_bytes, limit=", ".join(limits))
+def _strip_residency(limit: Limit, kept: int, entries: Sequence[Weight]) -> Residency:
+    needed_bytes = sum(map(strip_bytes, entries))
+    return Residency(what="weights", where=limit.where, kept=kept, total=len(entries), needed_bytes=needed_bytes, limit=str(limit))

@@ -94,6 +94,13 @@ class VqfCodec(Codec):
         return {ROWS: self.tile.rows_of(parts[PART], ids)}
 
 
+def in_rows(codec: Codec, parts: Parts) -> tuple[Codec, Parts]:
+    """The same weight with tiles put into rows: packed, lossless, as many bytes. Anything else than a tiled VQF type comes back as it is."""
+    if not isinstance(codec, VqfCodec) or codec.tile is None:
+        return codec, parts
+    return VQF_CODECS[f"vqf:{codec.plain}"](), {PART: codec.plain_blocks(parts)}
+
+
 def _codec(name: str, plain: str, tile: Tile | None, plausible: tuple[float, float]) -> type[VqfCodec]:
     frame, block, block_bytes = _FRAMES[plain]
 

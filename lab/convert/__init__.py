@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from lab.errors import LabError
 
-TARGETS = {"gguf": "lab.convert.gguf", "vqf": "lab.artifacts.vqf_convert"}
+TARGETS = {"gguf": "lab.convert.gguf", "vqf": "lab.artifacts.vqf_convert", "safetensors": "lab.convert.safetensors"}
 """Format -> module with `add_arguments(parser)` and `run(source, target, arguments) -> int`."""
 
 CONVERT_HELP = """python -m lab convert SRC DST --to FORMAT [options of the format] [--force]
@@ -28,6 +28,9 @@ nothing is left.
     --device DEV  where weights are encoded: cpu (the default), or cuda, which low-bit types of a large model need
   --to vqf        a VQF file (Kestrel) of a plain transformer, from safetensors, GGUF or VQF
     --wmode MODE, --layout WORD, --q8-layout NAME   how weights are encoded and laid out
+  --to safetensors   a Hugging Face folder (config.json, tokenizer.json, shards) of a plain transformer, from GGUF or VQF: every weight as it decodes,
+                  in bf16 where that is exact, else float16 or float32
+    --q8-layout NAME   rows or 4x4, for a VQF file that does not say which
   --force         replace DST where it exists
 
 Exit: 0, 2."""

@@ -5,7 +5,6 @@ It holds one model and its counters. Device differences end here: synchronisatio
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from pathlib import Path
@@ -17,7 +16,11 @@ from lab.artifacts import SyntheticArtifact, Weights, open_model
 from lab.cell import Cell, ComponentPlan
 from lab.codecs import create
 from lab.counters import Counters
+from lab.devices import usable_cores
+from lab.engines.graphs import Graphs
 from lab.engines.path_binder import PathBinder
+from lab.engines.strip_limits import strip_limits
+from lab.engines.strips import StripCache
 from lab.errors import GapError, LabError
 from lab.kernels import native
 from lab.models import State, build
@@ -40,20 +43,25 @@ class LocalEngine:
         self.counters = Counters()
         components = cell.path.components if plan is None else plan
         weights = _synthetic(opened, cell.layers, components, self.device) if isinstance(opened, SyntheticArtifact) else opened.weights()
-        self.binder = PathBinder(weights, components, self.device, self.dtype, self.counters)
+        limits = strip_limits(cell) if plan is None else ()
+        self.strips = StripCache(limits, self.device, self.counters) if limits else None
+        self.binder = PathBinder(weights, components, self.device, self.dtype, self.counters, self.strips)
         with torch.no_grad():
             self.model = build(self.config, self.binder)
+        self.graphs = Graphs(self.model, self.device, self.dtype, self.counters, cell.mode)
         self.synchronise()
         self.load_s = time.perf_counter() - started
 
     def new_state(self, batch: int, capacity: int) -> State:
-        """An empty state on the engine's device."""
-        return self.model.new_state(batch, capacity, self.device, self.dtype)
+        """An empty state on the engine's device, with its captured step where there is one."""
+        with torch.no_grad():
+            return self.graphs.new_state(batch, capacity)
 
     @torch.no_grad()
     def logits(self, ids: Tensor, state: State | None = None, last_only: bool = False) -> Tensor:
         """ids int64 [B, T] (any device) -> logits [B, T or 1, V] on the engine's device, in the compute dtype."""
-        return self.model.logits(ids.to(self.device), state, last_only)
+        replayed = self.graphs.logits(ids, state, last_only)
+        return self.model.logits(ids.to(self.device), state, last_only) if replayed is None else replayed
 
     @torch.no_grad()
     def scores(self, ids: Tensor) -> Tensor:
@@ -90,11 +98,6 @@ def peak_resident_bytes() -> int:
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:"))
-
-
-def usable_cores() -> int:
-    """Cores this process may run on; fewer than the machine's inside a container or under taskset."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def usable_device(name: str) -> torch.device:

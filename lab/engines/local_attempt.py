@@ -15,8 +15,9 @@ import torch
 from lab.artifacts import open_model
 from lab.attempt import Attempt, one_line
 from lab.cell import SYNTHETIC
-from lab.engines.local import LocalEngine, is_out_of_memory, usable_cores, usable_device
-from lab.errors import GapError
+from lab.devices import usable_cores
+from lab.engines.local import LocalEngine, is_out_of_memory, usable_device
+from lab.errors import GapError, LabError
 from lab.measure.divergence import DivergenceTally, divergence_metrics
 from lab.measure.llama_half import llama_half
 from lab.measure.machine import machine_bounds
@@ -24,6 +25,7 @@ from lab.measure.parity import step_parity
 from lab.measure.perplexity import PerplexityTally
 from lab.measure.reference import BATCH, OTHER_BATCH, is_its_own_reference, load_reference
 from lab.measure.scoring import score_windows
+from lab.measure.stage import STAGE, stage_measures
 from lab.measure.text import Corpus, load_corpus
 from lab.measure.throughput import LANES, decode_rate, prefill_rate
 from lab.metrics import METRICS
@@ -32,6 +34,8 @@ from lab.provenance import code_sha256
 from lab.record import Measurement, Status
 
 QUALITY = ("ppl", "bits_per_byte", "kld_mean", "kld_p99", "top1_agreement")
+ASKED = ("ppl_llama_half",)
+"""Owed where the bench asks for it."""
 SPEED = ("pp512_tok_s", "tg128_tok_s", "agg4_tg128_tok_s", "decode_bytes_per_token")
 _COSINES = {"expert_cosine": "experts", "ple_cosine": "ple"}
 
@@ -69,12 +73,16 @@ class LocalAttempt(Attempt):
             self.phase("parity", "steps against the whole")
             self.result.evidence["parity"] = step_parity(engine, corpus)
         except ValueError as error:
-            self.gap((*QUALITY, *SPEED), Status.NUMERIC_INVALID, one_line(error))
+            self.gap((*QUALITY, *(ASKED if cell.bench.llama_half_chunks else ()), *SPEED), Status.NUMERIC_INVALID, one_line(error))
         else:
             self._time(engine, corpus, bounds)
         peak = {"of": "device, from load on" if device.type == "cuda" else "process: Python, text, reference log-probabilities and scores included"}
         self.keep(peak_memory_bytes=_value("peak_memory_bytes", engine.peak_memory_bytes(), peak))
+        if cell.path.format == "vqf":
+            self._stage(engine, corpus)
         self._collect_evidence(engine)
+        if device.type == "cuda" and engine.graphs.reason is not None:
+            self.result.notes.append(f"decoded operation by operation, not as a graph: {engine.graphs.reason}")
 
     def _bounds(self, device: torch.device) -> dict[str, Any] | None:
         """The machine's bounds, taken before a model fills the memory. Without them speeds are measured all the same, only without a roofline."""
@@ -142,7 +150,11 @@ class LocalAttempt(Attempt):
             return
         self.phase("perplexity", f"{bench.llama_half_chunks} chunks as llama-perplexity")
         bos = told.get("bos") if told.get("add_bos") else None
-        found, scores = llama_half(engine.scores, corpus.ids, bos, bench.llama_half_context, bench.llama_half_chunks, {"corpus": corpus.facts})
+        try:
+            found, scores = llama_half(engine.scores, corpus.ids, bos, bench.llama_half_context, bench.llama_half_chunks, {"corpus": corpus.facts})
+        except LabError as error:
+            self.gap(("ppl_llama_half",), Status.UNSUPPORTED, one_line(error))
+            return
         self.result.evidence["token_nll"] = scores
         self.keep(ppl_llama_half=found)
 
@@ -156,8 +168,19 @@ class LocalAttempt(Attempt):
         self.phase("decode", f"{LANES} sequences, {bench.warmup} + {bench.repeats} runs of 128 tokens")
         self.keep(agg4_tg128_tok_s=decode_rate(engine, corpus, LANES, bench.warmup, bench.repeats, bounds)[0])
 
+    def _stage(self, engine: LocalEngine, corpus: Corpus) -> None:
+        """The measures that a stage owes, after everything else: the profiler and the CPU's side would show in peak memory."""
+        if self.cell.model.artifact == SYNTHETIC:
+            self.gap(STAGE, Status.UNSUPPORTED, "synthetic weights: random codes have nothing to agree on")
+            return
+        found = stage_measures(engine, self.cell, self.root, corpus, self.phase)
+        self.keep(**found.metrics)
+        self.result.gaps |= found.gaps
+
     def _collect_evidence(self, engine: LocalEngine) -> None:
         model = inventory(engine.config)
+        if engine.strips is not None:
+            self.result.evidence["strips"] = engine.strips.evidence()
         self.result.evidence |= {
             "ops": engine.counters.as_list(),
             "resident": engine.binder.resident(),
@@ -170,6 +193,7 @@ class LocalAttempt(Attempt):
             "vocab_size": engine.config.vocab_size,
             "encoding": engine.binder.cosines(),
             "kernels": dict(engine.binder.kernels),
+            "graph": engine.graphs.evidence(),
             "codec_options": {name: codec.options for name, codec in engine.binder.codecs.items()},
         }
 

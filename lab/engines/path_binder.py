@@ -19,7 +19,10 @@ from lab import ops_gpu
 from lab.artifacts import Stored, Weights
 from lab.cell import ComponentPlan
 from lab.codecs import Codec, Parts, cosine, create, verify_encoding
+from lab.codecs.vqf import in_rows
 from lab.counters import Counters
+from lab.engines.strip_limits import COMPONENTS as STRIPPED
+from lab.engines.strips import STRIP, Strip, StripCache, StripExperts, StripLinear
 from lab.errors import LabError
 from lab.models.binder import Experts, Linear, Table
 from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
@@ -37,9 +40,11 @@ class PathBinder:
         device: torch.device,
         dtype: torch.dtype,
         counters: Counters,
+        strips: StripCache | None = None,
     ) -> None:
-        """Raises LabError for a placement this engine has no code for."""
+        """`strips`: where the layers' matrices of a VQF file are kept, under budgets. Raises LabError for a placement this engine has no code for."""
         self.weights, self.plan, self.device, self.dtype, self.counters = weights, plan, device, dtype, counters
+        self.strips = strips
         self.layer: int | None = None
         self.codecs = {name: create(p.codec, p.options) for name, p in plan.items() if p.codec != "source"}
         for name, component in plan.items():
@@ -65,6 +70,8 @@ class PathBinder:
             self.source_codecs[component] |= {codec.name for codec, _, _ in self._embedded[name]}
             return PackedLinear(*placed, order=None if order is None else order.to(self.device))
         blocks = self.weights.matrix(name)
+        if self.strips is not None and self.layer is not None and component in STRIPPED:
+            return StripLinear(self._strip(self.strips, component, blocks[0]))
         if component in self.codecs:
             whole = [_whole(blocks, order)] if order is not None or len(blocks) > 1 else blocks
             return self._fast(ops_gpu.linear, PackedLinear(*self._packed(component, whole, name)))
@@ -83,6 +90,9 @@ class PathBinder:
     def experts(self, prefix: str, count: int, width: int, hidden: int) -> Experts:
         """Both stacks, encoded one after the other."""
         gate_up, down = self.weights.experts(prefix, count)
+        if self.strips is not None:
+            first, *others = (self._strip(self.strips, "experts", stack, i == 0) for i, stack in enumerate(gate_up))
+            return StripExperts([first, *others], self._strip(self.strips, "experts", down[0]))
         if "experts" in self.codecs and len(gate_up) > 1:
             gate_up = [_whole(gate_up, None)]
         packed = PackedExperts(self._packed("experts", gate_up, f"{prefix}.gate_up"), *self._packed("experts", down, f"{prefix}.down"))
@@ -136,13 +146,18 @@ class PathBinder:
             self.kernels[f"{packed.codec.name} on {packed.device.type}"] = ", ".join(sorted(names))
         return found
 
+    def _strip(self, strips: StripCache, component: str, stored: Stored, first: bool = True) -> Strip:
+        self.source_codecs[component].add(STRIP.name)
+        self.kernels[f"{STRIP.name} on {self.device.type}"] = "torch"
+        return strips.add(stored, self.layer, component, first)
+
     def _packed(self, component: str, blocks: Sequence[Stored], name: str) -> list[Packed]:
         return [self._packed_parts(component, *self._encoded(component, block, name), block.shape, i == 0) for i, block in enumerate(blocks)]
 
     def _encoded(self, component: str, stored: Stored, name: str) -> tuple[Codec, Parts]:
         """A stored block in the component's codec, on its device, checked against its source."""
         device = self._device(component)
-        codec, parts = stored.codec, stored.parts
+        codec, parts = in_rows(stored.codec, stored.parts)
         self.source_codecs[component].add(codec.name)
         if (wanted := self.codecs.get(component)) is not None and not _same(wanted, codec):
             source = (parts["weight"] if codec.name == "bf16" else codec.decode(parts, stored.shape[-1])).to(device)
@@ -162,14 +177,15 @@ class PathBinder:
         return torch.device("cpu") if self.plan.get(component, SOURCE).placement == "host" else self.device
 
     def _note(self, component: str, codec: str, device: torch.device, nbytes: int, weights: int) -> None:
-        entry = self.residency[(component, codec, device.type)]
-        entry["bytes"] += nbytes
-        entry["tensors"] += 1
-        entry["weights"] += weights
+        _increase(self.residency[(component, codec, device.type)], nbytes, weights)
 
     def resident(self) -> list[dict[str, Any]]:
-        """[{component, codec, device, bytes, tensors, weights}]."""
-        return [{"component": c, "codec": k, "device": d, **entry} for (c, k, d), entry in sorted(self.residency.items())]
+        """[{component, codec, device, bytes, tensors, weights}]; of strips those that are held now."""
+        found = {key: dict(entry) for key, entry in self.residency.items()}
+        for component, device, strip in self.strips.resident() if self.strips is not None else ():
+            entry = found.setdefault((component, STRIP.name, device.type), {"bytes": 0, "tensors": 0, "weights": 0})
+            _increase(entry, strip.nbytes, prod(strip.source.shape))
+        return [{"component": c, "codec": k, "device": d, **entry} for (c, k, d), entry in sorted(found.items())]
 
     def cosines(self) -> dict[str, dict[str, float]]:
         """Per encoded component: weight cosine to the source, averaged by weights, and the worst tensor's."""
@@ -177,6 +193,13 @@ class PathBinder:
             component: {"mean": sum(c * n for c, n in found) / sum(n for _, n in found), "min": min(c for c, _ in found), "tensors": len(found)}
             for component, found in self.quality.items()
         }
+
+
+def _increase(entry: dict[str, int], nbytes: int, weights: int) -> None:
+    """One tensor more."""
+    entry["bytes"] += nbytes
+    entry["tensors"] += 1
+    entry["weights"] += weights
 
 
 def _whole(blocks: Sequence[Stored], order: Tensor | None) -> Stored:

@@ -24,12 +24,16 @@ def _convolved(
     ring_ptr: tl.tensor, current_ptr: tl.tensor, taps_ptr: tl.tensor, channel: tl.tensor, position: tl.tensor, keep: tl.tensor,
     WIDE: tl.constexpr, KERNEL: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """silu of the causal convolution at the current token, float32; the current input goes into the ring where `keep`."""
+    """silu of the causal convolution at the current token, float32; the current input goes into the ring where `keep`.
+
+    A tile of [KERNEL, channels] and a sum over it, not a loop over taps: from a loop the compiler makes every thread load all its rows' taps anew, 128
+    scattered loads for queries and keys."""
+    tap = tl.arange(0, KERNEL)[:, None]
+    here = channel[None, :]
     current = tl.load(current_ptr + channel)
-    total = tl.load(taps_ptr + channel * KERNEL + KERNEL - 1).to(tl.float32) * current.to(tl.float32)
-    for back in tl.static_range(1, KERNEL):
-        place = (position + KERNEL - back) % KERNEL
-        total += tl.load(taps_ptr + channel * KERNEL + KERNEL - 1 - back).to(tl.float32) * tl.load(ring_ptr + place * WIDE + channel).to(tl.float32)
+    past = tl.load(ring_ptr + (position + 1 + tap) % KERNEL * WIDE + here, mask=(tap < KERNEL - 1) & (here >= 0), other=0).to(tl.float32)
+    taps = tl.load(taps_ptr + tap * WIDE + here)
+    total = tl.sum(taps * tl.where(tap < KERNEL - 1, past, current.to(tl.float32)[None, :]), axis=0)
     tl.store(ring_ptr + position % KERNEL * WIDE + channel, current, mask=channel < tl.where(keep, WIDE, 0))
     rounded = total.to(current.dtype).to(tl.float32)
     return (rounded / (1.0 + tl.exp(-rounded))).to(current.dtype).to(tl.float32)
@@ -86,7 +90,7 @@ def _delta_kernel(
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """The small parameters of one block: gates [2 heads, hidden] (rows of in_proj_a, then of in_proj_b), taps float32 [qkv, kernel], a_log and dt_bias [heads],
+    """The small parameters of one block: gates [2 heads, hidden] (rows of in_proj_a, then of in_proj_b), taps float32 [kernel, qkv], a_log and dt_bias [heads],
     norm [dv], float32; `eps` of the output norm, `gate` its activation: sigmoid or silu."""
 
     gates: Tensor
@@ -100,9 +104,9 @@ class DeltaWeights:
 
 def refused(key_heads: int, heads: int, dk: int, dv: int, kernel: int) -> str | None:
     """Why this kernel cannot serve heads of these sizes, or None."""
-    powers = all(n & (n - 1) == 0 for n in (dk, dv))
+    powers = all(n & (n - 1) == 0 for n in (dk, dv, kernel))
     fits = dk * dv <= 1 << 14 and kernel >= 2 and heads % key_heads == 0
-    return None if powers and fits else f"delta step: heads of {dk} x {dv} are no powers of two up to 128 x 128"
+    return None if powers and fits else f"delta step: heads of {dk} x {dv} and {kernel} taps are no powers of two up to 128 x 128"
 
 
 def delta_step(x: Tensor, mixed: Tensor, position: Tensor, ring: Tensor, memory: Tensor, weights: DeltaWeights) -> Tensor:
@@ -133,7 +137,7 @@ def reference_delta(x: Tensor, mixed: Tensor, position: int, ring: Tensor, memor
     keys = (wide - heads * dv) // 2
     current, z = mixed.float().split([wide, heads * dv], -1)
     history = torch.stack([ring[:, (position - back) % kernel].float() for back in range(kernel - 1, 0, -1)] + [current], 1)
-    convolved = torch.nn.functional.silu((history * weights.taps.float().T).sum(1))
+    convolved = torch.nn.functional.silu((history * weights.taps).sum(1))
     q, k, v = convolved.split([keys, keys, heads * dv], -1)
     share = heads // (keys // dk)
     q, k = (t.view(batch, -1, dk).repeat_interleave(share, 1) for t in (q, k))

@@ -32,17 +32,15 @@ def _norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
     norm = tl.load(norm_ptr + stream * HIDDEN + column, mask=inside, other=0) + 1.0
-    rows = (norm,)
+    target = tl.arange(0, COUNT)
+    rows = norm[None, :]
     if INJECT:
-        for c in tl.static_range(COUNT):
-            rows = rows + (tl.load(inject_ptr + (c * COUNT + stream) * HIDDEN + column, mask=inside, other=0),)  # noqa: RUF005 (unknown to Triton)
+        rows = tl.load(inject_ptr + (target[:, None] * COUNT + stream) * HIDDEN + column[None, :], mask=inside[None, :], other=0).to(tl.float32)
     wait_for_inputs(PTX)
     here = streams_ptr + (token * COUNT + stream) * HIDDEN + column
     value = tl.load(here, mask=inside, other=0).to(tl.float32)
     if PENDING:
-        logit = 0.0
-        for c in tl.static_range(COUNT):
-            logit += tl.load(given_ptr + (token * COUNT + c) * COUNT + stream)
+        logit = tl.sum(tl.load(given_ptr + (token * COUNT + target) * COUNT + stream), axis=0)
         y = tl.load(y_ptr + token * HIDDEN + column, mask=inside, other=0).to(tl.float32)
         if EXTRA:
             y += tl.load(extra_ptr + token * HIDDEN + column, mask=inside, other=0).to(tl.float32)
@@ -52,8 +50,7 @@ def _norm_kernel(
     normed = (value * tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + EPS) * norm).to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + (token * COUNT + stream) * HIDDEN + column, normed, mask=inside)
     if INJECT:
-        for c in tl.static_range(COUNT):
-            tl.store(share_ptr + (token * COUNT + stream) * COUNT + c, tl.sum(rows[c + 1].to(tl.float32) * normed.to(tl.float32), axis=0))
+        tl.store(share_ptr + (token * COUNT + stream) * COUNT + target, tl.sum(rows * normed.to(tl.float32)[None, :], axis=1))
 
 
 @jit
@@ -81,40 +78,42 @@ def _down_kernel(
 @jit
 def _up_kernel(
     part_ptr: tl.tensor, normed_ptr: tl.tensor, words_ptr: tl.tensor, scale_ptr: tl.tensor, unit_ptr: tl.tensor, out_ptr: tl.tensor,
-    M: tl.constexpr, COUNT: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
+    COUNT: tl.constexpr, HIDDEN: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr, GROUPS: tl.constexpr,
     GROUP_CHUNKS: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (16 places of the hidden vector): their rows of every stream, then the mean of sigmoid(row . u) * normed, out [M, HIDDEN]."""
+    """Program (16 places of the hidden vector, token): their rows of every stream, then the mean of sigmoid(row . u) * normed, out [tokens, HIDDEN]."""
     place = tl.program_id(0) * 16 + tl.arange(0, 16)
     word = tl.arange(0, WIDTH)  # plane * CHUNKS + chunk, as they lie
     plane, chunk = word // CHUNKS, word % CHUNKS
     used = word < 8 * CHUNKS
     mask = used[:, None] & (place < HIDDEN)[None, :]
-    words, scales = (), ()
+    inner = tl.arange(0, 16)[None, :]
+    unit = tl.load(unit_ptr) * 0.0078125
+    held = (unit,)  # words and scales of every stream; packed, so that several programs fit a multiprocessor
     for c in tl.static_range(COUNT):
         block = (c * HIDDEN // 16 + tl.program_id(0)).to(tl.int64)
-        inner = (tl.arange(0, 16))[None, :]
-        words = words + (tl.load(words_ptr + block * (8 * CHUNKS * 16) + word[:, None] * 16 + inner, mask=mask, other=0),)  # noqa: RUF005
-        scales = scales + (tl.load(scale_ptr + block * (GROUPS * 16) + (chunk // GROUP_CHUNKS)[:, None] * 16 + inner, mask=mask, other=0),)  # noqa: RUF005
-    unit = tl.load(unit_ptr) * 0.0078125
+        words = tl.load(words_ptr + block * (8 * CHUNKS * 16) + word[:, None] * 16 + inner, mask=mask, other=0)
+        scale = tl.load(scale_ptr + block * (GROUPS * 16) + (chunk // GROUP_CHUNKS)[:, None] * 16 + inner, mask=mask, other=0)
+        held = held + (words, scale)  # type: ignore[assignment]  # noqa: RUF005 (unknown to Triton)
     wait_for_inputs(PTX)
-    for m in range(M):
-        lanes = ()
-        for byte in tl.static_range(4):
-            u = tl.zeros([WIDTH], dtype=tl.float32)
-            for split in tl.static_range(SPLITS):
-                u += tl.load(part_ptr + (m * SPLITS + split) * RANK + chunk * 32 + plane * 4 + byte, mask=used, other=0)
-            u = u / COUNT
-            lanes = lanes + (u / (1.0 + tl.exp(-u)),)  # noqa: RUF005
-        mixed = tl.zeros([16], dtype=tl.float32)
-        for c in tl.static_range(COUNT):
-            total = tl.zeros([WIDTH, 16], dtype=tl.float32)
-            for byte in tl.static_range(4):
-                total += (((words[c] >> (8 * byte)) & 0xFF) - 128).to(tl.float32) * lanes[byte][:, None]
-            amount = tl.sum(total * scales[c].to(tl.float32), axis=0) * unit
-            normed = tl.load(normed_ptr + (m * COUNT + c) * HIDDEN + place, mask=place < HIDDEN, other=0).to(tl.float32)
-            mixed += normed / (1.0 + tl.exp(-amount))
-        tl.store(out_ptr + m * HIDDEN + place, (mixed / COUNT).to(out_ptr.dtype.element_ty), mask=place < HIDDEN)
+    m = tl.program_id(1)
+    lanes = (unit,)
+    for byte in tl.static_range(4):
+        u = tl.zeros([WIDTH], dtype=tl.float32)
+        for split in tl.static_range(SPLITS):
+            u += tl.load(part_ptr + (m * SPLITS + split) * RANK + chunk * 32 + plane * 4 + byte, mask=used, other=0)
+        u = u / COUNT
+        lanes = lanes + (u / (1.0 + tl.exp(-u)),)  # type: ignore[assignment]  # noqa: RUF005 (unknown to Triton)
+    mixed = tl.zeros([16], dtype=tl.float32)
+    for c in tl.static_range(COUNT):
+        total = tl.zeros([WIDTH, 16], dtype=tl.float32)
+        for byte in tl.static_range(4):  # a byte under the exponent of 2^23 is the float 2^23 + byte: no conversion
+            value = (((held[1 + 2 * c] >> (8 * byte)) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+            total += value * lanes[1 + byte][:, None]
+        amount = tl.sum(total * held[2 + 2 * c].to(tl.float32), axis=0) * unit
+        normed = tl.load(normed_ptr + (m * COUNT + c) * HIDDEN + place, mask=place < HIDDEN, other=0).to(tl.float32)
+        mixed += normed / (1.0 + tl.exp(-amount))
+    tl.store(out_ptr + m * HIDDEN + place, (mixed / COUNT).to(out_ptr.dtype.element_ty), mask=place < HIDDEN)
 
 
 Pending = tuple[Tensor, Tensor | None, Tensor]
@@ -133,7 +132,7 @@ def norm_streams(streams: Tensor, pending: Pending | None, norm: Tensor, inject:
     block = triton.next_power_of_2(hidden)
     _norm_kernel[(batch, count)](
         streams, y, y if extra is None else extra, given, norm, norm if inject is None else inject, normed, share, eps, count, hidden, block,
-        pending is not None, extra is not None, inject is not None, use_ptx(), num_warps=min(8, max(1, block // 256)), **launch_options(),
+        pending is not None, extra is not None, inject is not None, use_ptx(), num_warps=min(16, max(1, block // 256)), **launch_options(),
     )  # fmt: skip
     return normed, share
 
@@ -158,9 +157,9 @@ def mix_streams(normed: Tensor, down: Planes, up: Planes) -> Tensor:
     )  # fmt: skip
     out = torch.empty(batch, hidden, dtype=normed.dtype, device=normed.device)
     inner = up.cols // CHUNK
-    _up_kernel[(triton.cdiv(hidden, 16),)](
-        part, normed, up.words, up.scale, up.unit, out, batch, count, hidden, up.cols, splits, inner, up.scale.shape[3], up.group // CHUNK,
-        triton.next_power_of_2(8 * inner), use_ptx(), num_warps=4, **launch_options(),
+    _up_kernel[(triton.cdiv(hidden, 16), batch)](
+        part, normed, up.words, up.scale, up.unit, out, count, hidden, up.cols, splits, inner, up.scale.shape[3], up.group // CHUNK,
+        triton.next_power_of_2(8 * inner), use_ptx(), num_warps=8 if inner > 4 else 4, **launch_options(),
     )  # fmt: skip
     return out
 

@@ -58,7 +58,7 @@ def reference_key(cell: Cell, artifact_sha256: str, corpus: Corpus) -> str:
 def is_its_own_reference(cell: Cell) -> bool:
     """Whether the local engine would compute the reference itself: then only another batch shape tells the two apart."""
     as_filed = all(plan.codec == "source" for plan in cell.path.components.values())
-    return cell.engine == "local" and (cell.path.reference or (as_filed and not cell.model.source))
+    return cell.engine == "local" and as_filed and not cell.model.source
 
 
 def load_reference(cell: Cell, root: Path, cache: Path, artifact_sha256: str, corpus: Corpus) -> tuple[Tensor, dict[str, float]]:

@@ -34,6 +34,7 @@ class Engine(Protocol):
     """What speed is measured on."""
 
     counters: Counters
+    device: torch.device
 
     @property
     def vector_bytes(self) -> int:
@@ -47,6 +48,17 @@ class Engine(Protocol):
 
     def synchronise(self) -> None:
         """Waits for the device."""
+
+
+CACHEABLE_BYTES = 1 << 28
+"""Fewer bytes than this may come from a processor's cache, which the measured bandwidth of the memory does not bound."""
+
+
+def decode_bound(step_bytes: float, lanes: int, bounds: Bounds, on_cpu: bool) -> float | None:
+    """Tokens per second at most when every step reads `step_bytes`; None where there are no bounds, or where a CPU's cache may hold that much."""
+    if bounds is None or (on_cpu and step_bytes < CACHEABLE_BYTES):
+        return None
+    return float(lanes * bounds["read_bytes_s"] / step_bytes)
 
 
 def prefill_rate(engine: Engine, corpus: Corpus, warmup: int, repeats: int, bounds: Bounds) -> Measurement:
@@ -105,7 +117,7 @@ def decode_rate(engine: Engine, corpus: Corpus, lanes: int, warmup: int, repeats
         "bytes_per_step": step_bytes,
         "fed": "the text's own next token; the greedy choice is computed inside the step",
     }
-    bound = None if bounds is None else lanes * bounds["read_bytes_s"] / step_bytes
+    bound = decode_bound(step_bytes, lanes, bounds, engine.device.type == "cpu")
     rate = _measured("tg128_tok_s" if lanes == 1 else "agg4_tg128_tok_s", samples, bound, details)
     known = METRICS["decode_bytes_per_token"]
     return rate, Measurement(value=step_bytes / lanes, unit=known.unit, protocol=known.protocol, details={"lanes": lanes, "context_tokens": PREFILL})

@@ -21,7 +21,7 @@ def token_likelihoods(matrix: Matrix, lang: Language) -> Table:
     against, rows = bases(matrix), []
     for row in matrix.rows:
         base = against.get(peers(row))
-        ours, theirs = _scores(row), _scores(base) if base is not None and base is not row else None
+        ours, theirs = _scores(matrix, row), _scores(matrix, base) if base is not row else None
         if ours is None or theirs is None or not _same(row, base, ours, theirs):
             continue
         gaps = [a - b for a, b in zip(ours["nll"], theirs["nll"], strict=True)]
@@ -40,9 +40,11 @@ def token_likelihoods(matrix: Matrix, lang: Language) -> Table:
     return Table("", [lang(key) for key in header], rows)
 
 
-def _scores(row: Row | None) -> dict[str, Any] | None:
-    """The evidence of a cell's current record, or None."""
-    found = row.current.evidence.get("token_nll") if row is not None and row.current is not None else None
+def _scores(matrix: Matrix, row: Row | None) -> dict[str, Any] | None:
+    """The evidence behind the cell's perplexity, or None where that is a gap: what a refused attempt left is no number either."""
+    if row is None or row.current is None or ("ppl_llama_half" in matrix.experiment.metrics and matrix.entry(row, "ppl_llama_half").measurement is None):
+        return None
+    found = row.current.evidence.get("token_nll") if "ppl_llama_half" in row.current.metrics else None
     return found if isinstance(found, dict) and found.get("nll") else None
 
 

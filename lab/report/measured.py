@@ -147,7 +147,8 @@ def compare_speeds(matrix: Matrix, lang: Language) -> Table:
 
 def peers(row: Row) -> tuple[object, ...]:
     """Cells with the same value may be set against each other."""
-    return row.cell.model.name, row.cell.layers, row.cell.device.name, row.cell.bench, row.cell.placement, row.cell.mode
+    model = row.cell.model
+    return model.name, model.source or model.artifact, row.cell.layers, row.cell.device.name, row.cell.bench, row.cell.placement, row.cell.mode
 
 
 def compare(mine: Entry, base: Entry, lang: Language) -> str:

@@ -69,6 +69,15 @@ LIES: dict[str, tuple[str, dict[str, Any], Change | None, dict[str, Data], str]]
         "need an even width",
     ),
     "yarn": ("llama", {"llama.rope.scaling.type": "yarn"}, None, {}, "llama.rope.scaling.type is 'yarn'; supported: none, linear"),
+    "attention factor": ("llama", {"llama.rope.scaling.attn_factor": 2.0}, None, {}, "llama.rope.scaling.attn_factor is set, and the engine does not"),
+    "sliding windows": ("llama", {"llama.attention.sliding_window": [128, 0]}, None, {}, "llama.attention.sliding_window is set, and the engine does not"),
+    "BOS without an id": (
+        "llama",
+        {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None},
+        None,
+        {},
+        "tokenizer.ggml.add_bos_token is true without tokenizer.ggml.bos_token_id",
+    ),
     "sliding window": ("llama", {"llama.attention.sliding_window": 128}, None, {}, "llama.attention.sliding_window is set, and the engine does not"),
     "Mixtral": ("llama", {"llama.expert_count": 8}, None, {}, r"llama.expert_count is 8; a mixture under the name llama \(Mixtral\)"),
     "no experts": ("qwen3moe", {"qwen3moe.expert_count": None}, None, {}, "qwen3moe.expert_count is missing"),
@@ -97,7 +106,7 @@ LIES: dict[str, tuple[str, dict[str, Any], Change | None, dict[str, Data], str]]
     "rows too few": ("llama", {}, _replace("blk.0.attn_q.weight", lambda d: d[:64]), {}, "needs row 95 of 'blk.0.attn_q.weight', which has 64 rows"),
     "columns": ("llama", {}, _replace("blk.0.attn_q.weight", lambda d: d[:, :32]), {}, r"has shape \[96, 32\], the metadata ask for \[96, 96\]"),
     "a longer norm": ("llama", {}, _replace("output_norm.weight", lambda d: np.append(d, d)), {}, r"has shape \[192\], the metadata ask for \[96\]"),
-    "a flat matrix": ("llama", {}, _replace("blk.0.attn_v.weight", np.ravel), {}, r"has shape \[3072\], the metadata ask for \[32, 96\]"),
+    "a flat matrix": ("llama", {}, _replace("blk.0.attn_v.weight", np.ravel), {}, r"has shape \[1, 3072\], the metadata ask for \[32, 96\]"),
     "a flat stack": ("qwen3moe", {}, _replace("blk.0.ffn_up_exps.weight", lambda d: d.reshape(-1, HIDDEN)), {}, r"has shape \[320, 96\]"),
     "a bias": (
         "llama",
@@ -170,8 +179,6 @@ def test_weights_check_without_an_inspection(models: dict[str, PreTrainedModel],
     weights = GgufArtifact(model.write(tmp_path / "m.gguf")).weights()
     with pytest.raises(LabError, match=r"'blk.0.attn_q.weight' has 64 rows, but row 95 is needed"):
         weights.matrix("layers.0.self_attn.q_proj.weight")
-    with pytest.raises(LabError, match=r"'output_norm.weight' has shape \[96\]; expected 2 dimensions"):
-        weights.matrix("norm.weight")
     weights = GgufArtifact(model_of(models["qwen3moe"], "qwen3moe").write(tmp_path / "e.gguf")).weights()
     with pytest.raises(LabError, match=r"'blk.0.ffn_gate_exps.weight' holds 5 experts; the metadata say 6"):
         weights.experts("layers.0.mlp.experts", EXPERTS + 1)

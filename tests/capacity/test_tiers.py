@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lab.capacity import Ledger
 from lab.capacity.sizes import Weight
-from lab.capacity.tiers import MB, _kept, strip_bytes
+from lab.capacity.tiers import _kept, strip_bytes
+from lab.engines.strip_limits import MB
 from lab.project import Project
 from tests.capacity.helpers import in_process, ledger_of
 from tests.runner_helpers import make_project
@@ -127,7 +128,8 @@ def test_a_budget_of_the_codes_alone_does_not_hold_the_scales(project: Project) 
 def test_without_budgets_the_file_lies_where_the_path_says(project: Project) -> None:
     assert kestrel(project).residency == ()
     on_cpu = ledger_of(project, "model=qwen3_8b", "path=kestrel_vqf", "device=cpu", "placement.host_budget_mb=100")
-    assert on_cpu.residency == () and on_cpu.host_limit_bytes is None, "that budget is the strip cache's, which the CPU does without"
+    assert [(r.where, r.kept) for r in on_cpu.residency] == [("host", 1)] and on_cpu.host_limit_bytes is None, "that budget is the strip cache's alone"
+    assert ledger_of(project, "model=qwen3_8b", "path=kestrel_vqf", "device=cpu", "placement.device_budget_mb=100").residency == (), "a CPU has no device"
 
 
 @given(

@@ -72,7 +72,7 @@ def test_token_counts_must_be_one_number(tokens: dict[str, int], said: str) -> N
         (["CUDA0"] * 3 + ["CPU"], ["CUDA0"] * 3, Status.DEGRADED, "1 of 4 layers (the output layer counted) were on CPU"),
         (["CPU"] + ["CUDA0"] * 3, ["CUDA0"] * 3, Status.DEGRADED, "1 of 4 layers"),
         (["CUDA0"] * 4, ["CUDA0", "CPU", "CUDA0"], Status.DEGRADED, "the state of 1 layers was on CPU"),
-        (["CUDA0", "CUDA0", "CUDA1", "CUDA1"], ["CUDA0"] * 3, Status.DEGRADED, "spread over CUDA0, CUDA1"),
+        (["CUDA0", "CUDA0", "CUDA1", "CUDA1"], ["CUDA0"] * 3, Status.DEGRADED, "2 of 4 layers (the output layer counted) were on CUDA1"),
         (["CUDA0"] * 3, ["CUDA0"] * 3, Status.PATH_NOT_EXECUTED, "no device for layer 3"),
     ],
 )

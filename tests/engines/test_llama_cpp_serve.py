@@ -14,7 +14,7 @@ from lab.engines.llama_cpp.serve import main
 from lab.engines.server.process import start_command
 
 
-@pytest.mark.parametrize("arguments", [[], ["m.gguf"], ["m.gguf", "port"], ["m.gguf", "-1"], ["m.gguf", "1", "2"]])
+@pytest.mark.parametrize("arguments", [[], ["m.gguf"], ["m.gguf", "port"], ["m.gguf", "-1"], ["m.gguf", "1", "two"], ["m.gguf", "1", "2", "3"]])
 def test_wrong_arguments_print_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert "usage: python -m lab.engines.llama_cpp.serve FILE.gguf PORT" in capsys.readouterr().err
@@ -58,6 +58,6 @@ def test_the_path_starts_this_launcher() -> None:
     file = Path(__file__).parents[2] / "conf" / "paths" / "llama_server.yaml"
     spec = PathSpec.model_validate(yaml.safe_load(file.read_text())).server
     assert spec is not None
-    words = start_command(spec, Path("some/m.gguf"), 30, 8090)
-    assert words[1:] == ["-m", "lab.engines.llama_cpp.serve", "some/m.gguf", "8090"]
+    words = start_command(spec, Path("some/m.gguf"), 30, 8090, 2)
+    assert words[1:] == ["-m", "lab.engines.llama_cpp.serve", "some/m.gguf", "8090", "2"]
     assert spec.url.endswith(":8090/v1")

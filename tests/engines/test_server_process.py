@@ -162,13 +162,13 @@ def test_a_worker_asked_to_end_ends_its_server_first(tmp_path: Path) -> None:
 def test_only_known_names_in_braces_are_filled(layers: int, port: int, others: list[str]) -> None:
     plain = [word for word in others if "{a" not in word and "{b" not in word and "{0" not in word]
     spec = ServerSpec(command=("serve", "{artifact}", '{"layers": {layers}}', "--port={port}", *plain))
-    words = start_command(spec, Path("model"), layers, port)
+    words = start_command(spec, Path("model"), layers, port, 2)
     assert words == ["serve", "model", f'{{"layers": {layers}}}', f"--port={port}", *plain]
 
 
 def test_an_unknown_name_in_braces_and_a_taken_address_are_said() -> None:
     with pytest.raises(LabError, match=r"\{weights\}.*known: \{artifact\}"):
-        start_command(ServerSpec(command=("serve", "{weights}")), Path("model"), 1, 1)
+        start_command(ServerSpec(command=("serve", "{weights}")), Path("model"), 1, 1, 1)
     with serving(Behaviour()) as other:
         where = address(f"http://127.0.0.1:{other.server_port}/v1")
         with pytest.raises(GapError, match="listens"), ServerProcess(["true"], {}, where, Path()):

@@ -18,12 +18,13 @@ import torch
 from lab.artifacts import open_artifact
 from lab.artifacts.gguf import Gguf, open_gguf
 from lab.attempt import Attempt, one_line
+from lab.devices import usable_cores
 from lab.engines.llama_cpp.library import build_facts, library
 from lab.engines.llama_cpp.log import Log, placement
 from lab.engines.llama_cpp.quality import TOKENS, batch_tokens, forward, step_parity, tokenization, tolerance
 from lab.engines.llama_cpp.session import Context, LlamaModel, Settings
 from lab.engines.llama_cpp.speed import decode_rate, prefill_rate, step_bytes
-from lab.engines.local import peak_resident_bytes, usable_cores
+from lab.engines.local import peak_resident_bytes
 from lab.errors import GapError, LabError
 from lab.measure.divergence import DivergenceTally, divergence_metrics
 from lab.measure.llama_half import llama_half
@@ -69,7 +70,7 @@ class LlamaCppAttempt(Attempt):
         reference = self._reference(corpus)
         self.phase("load", path.name)
         started = time.perf_counter()
-        with LlamaModel(lib, Log(lib), path, settings) as model:
+        with LlamaModel(lib, Log(lib), gguf.files[0].path, settings) as model:  # llama.cpp asks for the first shard
             with Context(model, 1, max(cell.bench.ppl_context, cell.bench.llama_half_context, PREFILL + DECODE)) as single:
                 self._keep_load(model, time.perf_counter() - started)
                 self.needed, self.contexts = 0, [single]
@@ -181,6 +182,9 @@ class LlamaCppAttempt(Attempt):
         shape = {"context": bench.ppl_context, "stride": bench.ppl_stride, "batch": WINDOWS_TOGETHER, "bos": "none", "corpus": corpus.facts}
         details = shape | settings.details()
         perplexity = PerplexityTally(corpus.token_bytes)
+        if reference is not None and reference[0].shape[-1] != context.model.n_vocab:
+            self.gap(DIVERGENCE, Status.PATH_NOT_EXECUTED, f"llama.cpp gives logits of {context.model.n_vocab} tokens, the reference has {reference[0].shape[-1]}")
+            reference = None
         divergence = DivergenceTally(reference[0]) if reference else None
         for log_p, targets, window in score_windows(forward(context), windows, scored, WINDOWS_TOGETHER):
             perplexity.add(log_p, targets, window)
@@ -225,7 +229,7 @@ class LlamaCppAttempt(Attempt):
         self.keep(pp512_tok_s=prefill_rate(context, corpus, bench.warmup, bench.repeats))
         self.phase("decode", f"{bench.warmup} + {bench.repeats} runs of {DECODE} tokens")
         self.needed += runs * (PREFILL + DECODE)
-        self.keep(tg128_tok_s=decode_rate(context, corpus, bench.warmup, bench.repeats, weight_bytes, bounds))
+        self.keep(tg128_tok_s=decode_rate(context, corpus, bench.warmup, bench.repeats, weight_bytes, bounds, self.cell.device.torch_device == "cpu"))
 
     def _time_together(self, model: LlamaModel, corpus: Corpus, weight_bytes: int | None, bounds: Bounds) -> list[dict[str, int]]:
         """The rate of four sequences, in a context of their own; the tokens counted there."""
@@ -239,7 +243,7 @@ class LlamaCppAttempt(Attempt):
         with context:
             self.contexts.append(context)
             self.needed += (bench.warmup + bench.repeats) * LANES * (PREFILL + DECODE)
-            self.keep(agg4_tg128_tok_s=decode_rate(context, corpus, bench.warmup, bench.repeats, weight_bytes, bounds))
+            self.keep(agg4_tg128_tok_s=decode_rate(context, corpus, bench.warmup, bench.repeats, weight_bytes, bounds, self.cell.device.torch_device == "cpu"))
             return [_counts(context)]
 
     def _keep_peak(self, model: LlamaModel) -> None:

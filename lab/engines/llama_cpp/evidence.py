@@ -15,7 +15,7 @@ from lab.record import Status
 Finding = tuple[Status, str]
 
 _REQUIRED = ("llama_cpp", "model", "file", "placement", "tokens")
-_GPUS = ("GPU", "IGPU")
+_GPU = "GPU"
 
 
 def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
@@ -60,19 +60,21 @@ def _places(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
     where = {int(index): str(device) for index, device in place["layers"]}
     if missing := sorted(set(range(cell.layers + 1)) - where.keys()):
         return [_not_executed(f"llama.cpp's log names no device for layer {missing[0]}, of {cell.layers} and the output layer: nothing shows where it ran")]
-    gpus = {device["name"] for device in evidence["llama_cpp"]["devices"] if device["type"] in _GPUS}
-    right = gpus if asked == "cuda" else {"CPU"}
+    gpus = [str(device["name"]) for device in evidence["llama_cpp"]["devices"] if device["type"] == _GPU]
+    index = int(cell.device.torch_device.partition(":")[2] or 0)
+    right = set(gpus[index : index + 1]) if asked == "cuda" else {"CPU"}
     # Blocks behind the output's index predict further tokens; they are not run.
     wrong = sorted(index for index, device in where.items() if device not in right and index <= cell.layers)
     if wrong:
         named = ", ".join(sorted({where[index] for index in wrong}))
         what = f"{len(wrong)} of {cell.layers + 1} layers (the output layer counted) were on {named}, the cell is on {cell.device.torch_device}"
         return [_not_executed(what) if wrong[: cell.layers] == list(range(cell.layers)) else (Status.DEGRADED, what)]
+    if not place["states"]:
+        return [_not_executed("llama.cpp's log names no device for any layer's state: nothing shows where it was kept")]
     states = sorted({str(device) for _, device in place["states"]} - right)
     if states:
         return [(Status.DEGRADED, f"the state of {sum(d in states for _, d in place['states'])} layers was on {', '.join(states)}, not with the layers")]
-    used = {where[index] for index in range(cell.layers)}
-    return [(Status.DEGRADED, f"the layers were spread over {', '.join(sorted(used))}")] if len(used) > 1 else []
+    return []
 
 
 def _not_executed(reason: str) -> Finding:

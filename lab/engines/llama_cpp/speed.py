@@ -16,12 +16,9 @@ import numpy as np
 from lab.artifacts.gguf import Gguf
 from lab.engines.llama_cpp.session import Context, Ids
 from lab.measure.text import Corpus
-from lab.measure.throughput import DECODE, PREFILL, WARM, Bounds
+from lab.measure.throughput import DECODE, PREFILL, WARM, Bounds, decode_bound
 from lab.metrics import METRICS
 from lab.record import Measurement
-
-_CACHEABLE_BYTES = 1 << 28
-"""Fewer bytes than this may come from a processor's cache, which the measured bandwidth of the memory does not bound."""
 
 
 def prefill_rate(context: Context, corpus: Corpus, warmup: int, repeats: int) -> Measurement:
@@ -40,7 +37,7 @@ def prefill_rate(context: Context, corpus: Corpus, warmup: int, repeats: int) ->
     return _measured("pp512_tok_s", samples, None, details | context.model.settings.details())
 
 
-def decode_rate(context: Context, corpus: Corpus, warmup: int, repeats: int, step_bytes: int | None, bounds: Bounds) -> Measurement:
+def decode_rate(context: Context, corpus: Corpus, warmup: int, repeats: int, step_bytes: int | None, bounds: Bounds, on_cpu: bool) -> Measurement:
     """tg128_tok_s or agg4_tg128_tok_s: DECODE steps of all the context's lanes over one clock, from PREFILL tokens each."""
     lanes, samples, steps_ms, realised = context.lanes, [], [], 0
     for run in range(warmup + repeats):
@@ -66,8 +63,7 @@ def decode_rate(context: Context, corpus: Corpus, warmup: int, repeats: int, ste
         "fed": "the text's own next token; the greedy choice is computed inside the step",
         "weight_bytes_by_the_file": step_bytes,
     }
-    bounded = bounds is not None and step_bytes is not None and step_bytes >= _CACHEABLE_BYTES
-    bound = lanes * bounds["read_bytes_s"] / step_bytes if bounded and bounds and step_bytes else None
+    bound = decode_bound(step_bytes, lanes, bounds, on_cpu) if step_bytes else None
     return _measured("tg128_tok_s" if lanes == 1 else "agg4_tg128_tok_s", samples, bound, details | context.model.settings.details())
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lab.artifacts import open_artifact
 from lab.attempt import Attempt, one_line
+from lab.devices import usable_cores
 from lab.engines.server.facts import Drafts, listed_models, said_of_itself
 from lab.engines.server.process import ServerProcess, ending_on_signals, start_command
 from lab.engines.server.prompts import PromptMaker, held_out_text
@@ -67,7 +68,7 @@ class ServerAttempt(Attempt):
         self.fresh: list[Answer] = []
         with ending_on_signals(), Client(spec) as self.client, ExitStack() as running:
             if spec.command:
-                command = start_command(spec, self.root / cell.model.artifact, cell.layers, self.client.address.port)
+                command = start_command(spec, self.root / cell.model.artifact, cell.layers, self.client.address.port, cell.device.threads or usable_cores())
                 self.phase("start", " ".join(command))
                 self.server = running.enter_context(ServerProcess(command, spec.environment, self.client.address, self.root))
             self.result.evidence["server"] = self._identity()

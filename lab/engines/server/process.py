@@ -42,12 +42,12 @@ _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 _STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def start_command(spec: ServerSpec, artifact: Path, layers: int, port: int) -> list[str]:
-    """The words of the command with {artifact}, {layers}, {port} and {python} (this interpreter) filled in; other braces (JSON) stay.
+def start_command(spec: ServerSpec, artifact: Path, layers: int, port: int, threads: int) -> list[str]:
+    """The words of the command with {artifact}, {layers}, {port}, {threads} and {python} (this interpreter) filled in; other braces (JSON) stay.
 
     Raises LabError for an unknown name.
     """
-    known = {"{artifact}": str(artifact), "{layers}": str(layers), "{port}": str(port), "{python}": sys.executable}
+    known = {"{artifact}": str(artifact), "{layers}": str(layers), "{port}": str(port), "{threads}": str(threads), "{python}": sys.executable}
     words = []
     for word in spec.command:
         for name in re.findall(r"\{\w+\}", word):

@@ -20,6 +20,7 @@ from lab.codecs.gguf import PART, GgufCodec
 from lab.codecs.gguf_package import grid
 from lab.codecs.plain import Bf16, Int8G128
 from lab.codecs.q2 import Q2G32, Q2Levels, Q2Rows
+from lab.codecs.vqf import VqfCodec
 from lab.codecs.w3 import W3Levels
 from lab.errors import LabError
 
@@ -51,6 +52,8 @@ def kind_of(codec: Codec) -> str | None:
     """The name of the block type, or None where the kernels have none for this codec and its options."""
     if isinstance(codec, GgufCodec):
         return codec.kind.name
+    if isinstance(codec, VqfCodec):  # rows have GGUF's bytes; tiles are put into rows when a model is loaded
+        return codec.frame.removeprefix("gguf:") if codec.tile is None else None
     if isinstance(codec, Bf16):
         return "BF16"
     if isinstance(codec, Int8G128):
@@ -103,7 +106,7 @@ def _stacked(part: Tensor, count: int) -> Tensor:
 
 def _expected(codec: Codec, cols: int) -> tuple[Sequence[str], Sequence[torch.dtype], Sequence[int]]:
     """Names, dtypes and last dimensions of a codec's parts, codes first."""
-    if isinstance(codec, GgufCodec):
+    if isinstance(codec, GgufCodec | VqfCodec):  # which name their one part alike
         return [PART], [torch.uint8], [codec.row_bytes(cols)]
     if isinstance(codec, Bf16):
         return ["weight"], [torch.bfloat16], [cols]

@@ -19,12 +19,14 @@ CHUNK = 64
 
 
 class DeltaState:
-    """Per layer: the last kernel-1 inputs of the convolution [B, K-1, D] and the memory [B, heads, dk, dv], float32."""
+    """Per layer: the last K inputs of the convolution [B, K, D], token t's at place t % K, and the memory [B, heads, dk, dv], float32.
+
+    A ring, so that a decode step writes one place and moves nothing."""
 
     def __init__(self, config: Qwen4ExpConfig, batch: int, device: torch.device, dtype: torch.dtype) -> None:
         width = 2 * config.key_dim + config.value_dim
         heads = config.linear_num_value_heads
-        self.conv = torch.zeros(batch, config.linear_conv_kernel - 1, width, device=device, dtype=dtype)
+        self.conv = torch.zeros(batch, config.linear_conv_kernel, width, device=device, dtype=dtype)
         self.memory = torch.zeros(batch, heads, config.linear_key_head_dim, config.linear_value_head_dim, device=device)
 
     def nbytes(self) -> int:
@@ -48,10 +50,10 @@ class GatedDelta:
         self.dt_bias = bind.vector(f"{prefix}.dt_bias", (heads,))
         self.norm = bind.vector(f"{prefix}.norm.weight", (config.linear_value_head_dim,))
 
-    def __call__(self, x: Tensor, state: DeltaState | None) -> Tensor:
-        """Advances `state` in place by x's tokens; without a state the sequence starts and ends here."""
+    def __call__(self, x: Tensor, state: DeltaState | None, start: int = 0) -> Tensor:
+        """Advances `state` in place by x's tokens, which stand at positions start..; without a state the sequence starts and ends here."""
         c = self.config
-        mixed = silu(self._convolve(self.in_qkv(x), state))
+        mixed = silu(self._convolve(self.in_qkv(x), state, start))
         q, k, v = mixed.split([c.key_dim, c.key_dim, c.value_dim], dim=-1)
         share = c.linear_num_value_heads // c.linear_num_key_heads
         # Value head j reads key head j // share.
@@ -70,13 +72,17 @@ class GatedDelta:
         gate = self.in_z(x).unflatten(-1, (-1, c.linear_value_head_dim))
         return self.out(gated_rms_norm(read, gate, self.norm, c.rms_norm_eps, c.linear_gate).flatten(-2))
 
-    def _convolve(self, x: Tensor, state: DeltaState | None) -> Tensor:
+    def _convolve(self, x: Tensor, state: DeltaState | None, start: int) -> Tensor:
         """Depthwise causal convolution over tokens, x [B, T, D]; tap K-1 is the current token."""
         taps = self.taps.squeeze(1).to(x.dtype)
         kernel, tokens = taps.shape[1], x.shape[1]
-        history = pad(x, (0, 0, kernel - 1, 0)) if state is None else torch.cat([state.conv, x], 1)
-        if state is not None:
-            state.conv.copy_(history[:, -(kernel - 1) :])
+        if state is None:
+            history = pad(x, (0, 0, kernel - 1, 0))
+        else:
+            history = torch.cat([state.conv.roll(-start % kernel, 1)[:, 1:], x], 1)  # rolled: the oldest place, of token start - kernel, comes first
+            kept = min(kernel, tokens)
+            for token in range(start + tokens - kept, start + tokens):
+                state.conv[:, token % kernel] = x[:, token - start]
         return torch.stack([history[:, i : i + tokens] * taps[:, i] for i in range(kernel)]).sum(0)
 
 

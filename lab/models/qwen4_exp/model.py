@@ -6,6 +6,8 @@ needs no attention layer among them. B sequences of equal length advance togethe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,37 @@ class ModelState:
             AttentionState(config, batch, capacity, device, dtype) if sparse else DeltaState(config, batch, device, dtype) for sparse in config.is_sparse
         ]
         self.ple = None if config.ple_layer is None else PleState(config, batch, device, dtype)
+        self.graph: Any = None
+        """The captured step on these tensors, where the engine made one (lab.engines.graphs)."""
+        self._empty_token = config.eos_token_id
+
+    def reset(self) -> None:
+        """Empties it in place: addresses stay. Keys beyond the length are never read, so they stay, too."""
+        self.length = 0
+        for own in self.layers:
+            if isinstance(own, DeltaState):
+                own.conv.zero_()
+                own.memory.zero_()
+        if self.ple is not None:
+            self.ple.tokens.fill_(self._empty_token)
+            self.ple.conv.zero_()
+
+    def take(self, other: ModelState) -> None:
+        """Becomes what `other` is: the same sequences after the same tokens. Raises LabError where they do not fit."""
+        if other.length > self.capacity:
+            raise LabError(f"{other.length} tokens do not fit a state of {self.capacity}")
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for own, its in zip(self.layers, other.layers, strict=True):
+            if isinstance(own, DeltaState) and isinstance(its, DeltaState):
+                pairs += [(own.conv, its.conv), (own.memory, its.memory)]
+            elif isinstance(own, AttentionState) and isinstance(its, AttentionState):
+                pairs += [(getattr(own, name)[:, : other.length], getattr(its, name)[:, : other.length]) for name in ("keys", "values", "index_keys")]
+        if self.ple is not None and other.ple is not None:
+            pairs += [(self.ple.tokens, other.ple.tokens), (self.ple.conv, other.ple.conv)]
+        for kind in {own.dtype for own, _ in pairs}:
+            same = [pair for pair in pairs if pair[0].dtype == kind]
+            torch._foreach_copy_([own for own, _ in same], [its for _, its in same])
+        self.length = other.length
 
     def nbytes(self) -> int:
         """Bytes of all state tensors."""
@@ -65,7 +98,7 @@ class Layer:
             y = self.attention(x, mixer_state, 0 if state is None else state.length)
         else:
             assert self.delta is not None and (mixer_state is None or isinstance(mixer_state, DeltaState))
-            y = self.delta(x, mixer_state)
+            y = self.delta(x, mixer_state, 0 if state is None else state.length)
         assert injection is not None
         streams = write_back(streams, y, injection)
         x, injection = self.mlp_mixer(streams)

@@ -1,0 +1,288 @@
+"""Checks a decode step on this GPU and measures a model of Flash-Next's true sizes: `python -m experiments.flash_next_bench [checks] [nano] [speed] [profile]`.
+
+Order: kernels against plain torch at true shapes, nano on the GPU against nano on the CPU (whole, step by step, as a graph, four sequences), then speeds of
+synthetic weights. A failed check ends the run before anything is timed.
+What it does not prove: quality of synthetic weights, or the numbers of a cell, which come from `lab run` with its gates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from lab.cell import Cell
+from lab.codecs import create
+from lab.compose import compose_cells
+from lab.engines.local import LocalEngine
+from lab.kernels import attention_step, delta_step, experts, hyper_step, rows_step, trunk
+from lab.kernels.delta_step import DeltaWeights, reference_delta
+from lab.kernels.experts import LowBitExperts, reference_experts
+from lab.kernels.experts_bf16 import Bf16Experts
+from lab.kernels.experts_prefill import grouped_experts
+from lab.kernels.hyper_step import mix_streams, norm_streams, reference_mix, reference_norm
+from lab.kernels.planes import repack
+from lab.kernels.router import reference_route
+from lab.kernels.rows_step import choose, small_product
+from lab.kernels.verify import Error, poisoned, random_ids, random_parts, relative_error
+from lab.models.qwen4_exp import step
+
+ROOT = Path(__file__).parents[1]
+DEVICE, DTYPE = "cuda", torch.bfloat16
+HIDDEN, STREAMS, RANK = 2560, 4, 320
+TOLERANCE = 1e-2  # bfloat16 results rounded once or twice: 2e-3 to 6e-3
+
+
+def draw(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def check_mixer(batch: int) -> Iterator[Error]:
+    """Norm with write-back, and the mix, at Flash-Next's sizes."""
+    streams, norm, inject = draw(batch, STREAMS, HIDDEN), torch.randn(STREAMS * HIDDEN, device=DEVICE) / 8, draw(STREAMS, STREAMS * HIDDEN)
+    pending = draw(batch, HIDDEN), draw(batch, HIDDEN), torch.randn(batch, STREAMS, STREAMS, device=DEVICE)
+    want = reference_norm(streams, pending, norm, inject, 1e-6)
+    with poisoned():
+        normed, share = norm_streams(streams, pending, norm, inject, 1e-6)
+    for name, got, exact in (("streams", streams, want[0]), ("normed", normed, want[1]), ("inject", share.sum(1), want[2])):
+        yield f"norm {name} B={batch}", relative_error(got, exact)
+    codec, wide = create("int8_g128"), STREAMS * HIDDEN
+    first, second = random_parts(codec, (RANK, wide), DEVICE), random_parts(codec, (wide, RANK), DEVICE)
+    want_mix = reference_mix(normed, codec.decode(first, wide), codec.decode(second, RANK))
+    with poisoned():
+        yield f"mix B={batch}", relative_error(mix_streams(normed, repack(codec, first, wide), repack(codec, second, RANK)), want_mix)
+
+
+def check_delta(batch: int) -> Iterator[Error]:
+    """Six tokens through one block's step."""
+    heads, share, d, kernel = 48, 3, 128, 4
+    wide = 2 * heads // share * d + heads * d
+    weights = DeltaWeights(
+        draw(2 * heads, HIDDEN) / 50, draw(kernel, wide).float() / 2, *(torch.randn(heads, device=DEVICE) / 4 for _ in range(2)),
+        torch.rand(d, device=DEVICE) + 0.5, 1e-6, "sigmoid",
+    )  # fmt: skip
+    ring, memory = torch.zeros(batch, kernel, wide, dtype=DTYPE, device=DEVICE), torch.zeros(batch, heads, d, d, device=DEVICE)
+    for position in range(6):
+        x, mixed = draw(batch, HIDDEN), draw(batch, wide + heads * d)
+        want, new = reference_delta(x, mixed, position, ring, memory, weights)
+        with poisoned():
+            got = delta_step.delta_step(x, mixed, torch.tensor([position], dtype=torch.int32, device=DEVICE), ring, memory, weights)
+        yield f"delta B={batch} t={position}", relative_error(got, want)
+        yield f"delta memory B={batch} t={position}", relative_error(memory, new)
+
+
+def check_rows(batch: int) -> Iterator[Error]:
+    """Small products and the router's choice."""
+    x, weight = draw(batch, HIDDEN), draw(513, HIDDEN) / 30
+    with poisoned():
+        logits = small_product(x, weight)
+        ids, weights, share = choose(logits, 10, True)
+    yield f"rows B={batch}", relative_error(logits, x.float() @ weight.float().T)
+    want = reference_route(logits[:, :512].float(), 10)
+    same = torch.equal(logits.gather(1, ids.long()), logits.gather(1, want[0].long()))  # equal logits may change places
+    yield f"choose B={batch}", relative_error(weights, want[1]) if same else float("nan")
+    yield f"share B={batch}", relative_error(share, torch.sigmoid(logits[:, 512:].float()))
+
+
+def check_grouped(name: str, tokens: int) -> Iterator[Error]:
+    """Grouped experts at true widths, few experts."""
+    count, width, k = 12, 640, 3
+    ids, weights, x = random_ids(tokens, count, k, DEVICE), torch.rand(tokens, k, device=DEVICE), draw(tokens, HIDDEN)
+    ids[ids == 5] = 6
+    kernel: LowBitExperts | Bf16Experts
+    if name == "bf16":
+        first, second = draw(count, 2 * width, HIDDEN) / 50, draw(count, HIDDEN, width) / 50
+        kernel, decoded = Bf16Experts(first, second), (first.float(), second.float())
+    else:
+        codec = create(name)
+        parts = random_parts(codec, (count, 2 * width, HIDDEN), DEVICE), random_parts(codec, (count, HIDDEN, width), DEVICE)
+        kernel = LowBitExperts(repack(codec, parts[0], HIDDEN, halves=2), repack(codec, parts[1], width))
+        decoded = codec.decode(parts[0], HIDDEN), codec.decode(parts[1], width)
+    with poisoned():
+        got = grouped_experts(kernel, x, ids, weights)
+    yield f"grouped {name} T={tokens}", relative_error(got, reference_experts(x, ids, weights, *decoded))
+
+
+def checks() -> bool:
+    """All kernel checks; prints failures and the worst error."""
+    found: list[Error] = []
+    for batch in (1, 4, 8):
+        found += [*check_mixer(batch), *check_delta(batch), *check_rows(batch)]
+    for name in ("q2_g32", "w3_levels", "q2_levels", "bf16"):
+        for tokens in (17, 150):
+            found += check_grouped(name, tokens)
+    failed = [(name, error) for name, error in found if not error <= TOLERANCE]
+    for name, error in failed:
+        print(f"WRONG {name}: relative error {error:.2e}")
+    worst = max((error for _, error in found), key=lambda e: float("inf") if math.isnan(e) else e)
+    print(f"checks: {len(found) - len(failed)} of {len(found)} within {TOLERANCE}, worst {worst:.2e}")
+    return not failed
+
+
+def cell(*overrides: str) -> Cell:
+    """The cell that a command line would give."""
+    return compose_cells(overrides)[0]
+
+
+def kld(want: Tensor, got: Tensor) -> float:
+    """Mean KL divergence in nat of logits [..., V]."""
+    p, q = (torch.log_softmax(t.double().cpu(), -1) for t in (want, got))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def stepped(engine: LocalEngine, ids: Tensor, prompt: int) -> Tensor:
+    """Logits after a prompt, token by token, [B, T - prompt, V] on the CPU."""
+    state = engine.new_state(len(ids), ids.shape[1] + 8)
+    engine.logits(ids[:, :prompt], state, last_only=True)
+    return torch.cat([engine.logits(ids[:, at : at + 1], state).cpu() for at in range(prompt, ids.shape[1])], 1)
+
+
+def nano() -> bool:
+    """nano on this GPU against itself on the CPU, and its graph against its eager steps. Past nano's budget of 128 tokens equal block scores are broken
+    differently on both, so float32 is held to rounding below it only."""
+    good = True
+    cases = (("expert_q2", "bfloat16", 180, 2e-2), ("reference", "float32", 120, 1e-7), ("reference", "bfloat16", 180, 2e-2))
+    for path, dtype, tokens, limit in cases:
+        settings = [f"path={path}", "model=nano", "layers=12", "bench=quick"]
+        ids = torch.randint(1, 2500, (4, tokens), generator=torch.Generator().manual_seed(7))
+        on_cpu = LocalEngine(cell(*settings, "device=cpu"), ROOT)
+        graph, eager = (LocalEngine(cell(*settings, "device=cuda", f"device.compute_dtype={dtype}", f"mode={mode}"), ROOT) for mode in ("graph", "eager"))
+        whole, prompt = on_cpu.logits(ids), tokens - 24
+        by_graph, by_eager = stepped(graph, ids, prompt), stepped(eager, ids, prompt)
+        apart = torch.cat([stepped(graph, ids[i : i + 1], prompt) for i in range(4)])
+        found = {
+            "whole GPU": kld(whole, graph.logits(ids)), "graph": kld(whole[:, prompt:], by_graph), "eager": kld(whole[:, prompt:], by_eager),
+            "graph || eager": kld(by_eager, by_graph), "four || one": kld(apart, by_graph),
+        }  # fmt: skip
+        same = torch.equal(stepped(graph, ids, prompt), by_graph)
+        ok = all(-1e-9 < value < limit for value in found.values()) and same and graph.graphs.reason is None
+        good &= ok
+        told = ", ".join(f"{name} {value:.1e}" for name, value in found.items())
+        print(f"nano {path} {dtype} {tokens}: {'ok' if ok else 'WRONG'} kld {told}; repeats equal {same}; {graph.graphs.evidence()}", flush=True)
+    return good
+
+
+def milliseconds(run: Any, repeats: int = 5) -> list[float]:
+    """Wall time of `run` in ms, after one run to warm up, sorted."""
+    run()
+    found = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        found.append(1e3 * (time.perf_counter() - started))
+    return sorted(found)
+
+
+def speed(layers: int, path: str, profile: bool) -> None:
+    """PP512, PP4096, TG at 1 to 8 sequences of synthetic weights; with `profile` device time by kernel of one eager step and one prompt."""
+    torch.cuda.reset_peak_memory_stats()
+    engine = LocalEngine(cell("model=flash_next", "artifact=synthetic", f"path={path}", f"layers={layers}", "device=h200", "bench=quick"), ROOT)
+    print(f"loaded {layers} layers in {engine.load_s:.1f} s, {torch.cuda.memory_allocated() / 1e9:.1f} GB", flush=True)
+    text = torch.randint(1, 200000, (8, 4200))
+    for tokens in (512, 4096):
+        state = engine.new_state(1, tokens)
+
+        def prompt(state: Any = state, tokens: int = tokens) -> None:
+            state.reset()
+            engine.logits(text[:1, :tokens], state, last_only=True)
+
+        found = milliseconds(prompt)
+        print(f"PP{tokens}: {tokens / found[len(found) // 2] * 1e3:.0f} tok/s, ms {[round(t, 1) for t in found]}", flush=True)
+    for batch in (1, 2, 4, 8):
+        decode(engine, text[:batch, :513], "as it is")
+    print(engine.graphs.evidence(), flush=True)
+    if profile:
+        alone = [mock.patch.object(module, "launch_options", dict) for module in (hyper_step, delta_step, attention_step, rows_step, experts, trunk)]
+        ahead = {size: mock.patch.object(step, "AHEAD_BYTES", size) for size in (0, 1, 30_000_000)}
+        serial = mock.patch.object(step, "SECOND_STREAM", False)
+        variants = {
+            "nothing fetched ahead": [ahead[0]], "1 byte of projections ahead": [ahead[1]], "30 MB ahead": [ahead[30_000_000]],
+            "one stream, nothing ahead": [serial, ahead[0]], "no overlapped launches": alone, "none of it": [serial, ahead[0], *alone],
+        }  # fmt: skip
+        for title, patches in variants.items():
+            engine.graphs.forget()
+            with ExitStack() as stack:
+                for patch in patches:
+                    stack.enter_context(patch)
+                for batch in (1, 4):
+                    state = decode(engine, text[:batch, :513], title)
+                    if title == "none of it":
+                        by_kernel(f"the same, {batch} sequences", lambda state=state, batch=batch: engine.logits(text[:batch, 512:513], state))
+    print("peak GB", round(torch.cuda.max_memory_allocated() / 1e9, 1))
+
+
+def decode(engine: LocalEngine, text: Tensor, title: str) -> Any:
+    """Prints the step time after the text's first tokens; the state after it."""
+    batch = len(text)
+    state = engine.new_state(batch, 640)
+    engine.logits(text[:, :-1], state, last_only=True)
+    for _ in range(8):
+        engine.logits(text[:, -1:], state)
+    torch.cuda.synchronize()
+    found = sorted(_step_ms(engine, text[:, -1:], state) for _ in range(100))
+    print(f"TG B={batch} {title}: {batch / found[50] * 1e3:.1f} tok/s, step ms p5 {found[5]:.3f} p50 {found[50]:.3f} p95 {found[95]:.3f}", flush=True)
+    return state
+
+
+def _step_ms(engine: LocalEngine, ids: Tensor, state: Any) -> float:
+    started = time.perf_counter()
+    engine.logits(ids, state, last_only=True).argmax(-1)
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def by_kernel(title: str, run: Any) -> None:
+    """Device time of one call by kernel name, largest first."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    spent: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in profile.events() or ():
+        if str(event.device_type).endswith("CUDA"):
+            spent[event.name[:70]] += event.device_time
+            calls[event.name[:70]] += 1
+    print(f"{title}: {sum(spent.values()) / 1e3:.2f} ms on the device in {sum(calls.values())} launches")
+    for name, us in spent.most_common(22):
+        print(f"  {us / 1e3:8.3f} ms {calls[name]:5d} x {us / calls[name]:8.1f} us  {name}")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Runs the parts asked for. Exit code 1 where a check failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["checks", "nano", "speed"])
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--path", default="expert_q2")
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    good = True
+    if "checks" in asked.parts:
+        good &= checks()
+    if "mixer" in asked.parts:
+        found = [error for batch in (1, 3, 8) for error in check_mixer(batch)]
+        print("mixer:", found)
+        good &= all(error <= TOLERANCE for _, error in found)
+    if "nano" in asked.parts:
+        good &= nano()
+    if "speed" in asked.parts or "profile" in asked.parts:
+        speed(asked.layers, asked.path, "profile" in asked.parts)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

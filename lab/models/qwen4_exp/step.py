@@ -1,0 +1,257 @@
+"""One decode step of `qwen4_exp` with fixed shapes: no host read, no shape that depends on the position, so that it can be captured as a graph.
+
+The same weights and the same state as the plain forward code, which it must equal to rounding; tests compare both. Positions are a number on the device.
+The kernels are those of lab.kernels; where a path's codec has none, the plain operation is called. The n-gram module is the plain code.
+What it does not prove: that a step can be captured, which the engine tries and records (lab.engines.graphs).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from lab.errors import LabError
+from lab.kernels import attention_step, delta_step, hyper_step, rows_step
+from lab.kernels.backend import use_ptx
+from lab.kernels.hyper_step import Pending
+from lab.kernels.prefetch_step import prefetch
+from lab.models.qwen4_exp.delta import DeltaState, GatedDelta
+from lab.models.qwen4_exp.hyper import HyperMixer, write_back
+from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
+from lab.models.qwen4_exp.moe import SparseMoe
+from lab.models.qwen4_exp.norms import rms_norm
+from lab.models.qwen4_exp.sparse_attention import AttentionState, SparseAttention, rotary_tables, rotate
+from lab.models.qwen4_exp.step_parts import Shared, Small, Stacked
+from lab.ops_gpu import KernelExperts, KernelLinear
+
+AHEAD_BYTES = 12_000_000
+"""How much of a layer's large projections is fetched while the layer before it computes its experts; 0: nothing is fetched ahead at all."""
+SECOND_STREAM = True
+"""Whether the shared expert runs beside the router and the routed experts."""
+Region = tuple[Tensor, int]
+"""The first so many bytes of a tensor that will be read soon."""
+
+
+def _words(*ops: Any, most: int = 1 << 30) -> list[Region]:
+    """The packed weights of those operations that are in planes."""
+    return [(op.int8.planes.words, most) for op in ops if isinstance(op, KernelLinear)]
+
+
+class Beside:
+    """Work on a second stream that begins when what was launched before it on the main one has ended. Without one it is done in line."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.main: Any = None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.used, self._inner = False, None
+
+    def __enter__(self) -> None:
+        if self.stream is not None and SECOND_STREAM:
+            self.main = torch.cuda.current_stream(self.stream.device)
+            self.stream.wait_stream(self.main)
+            self._inner = torch.cuda.stream(self.stream)
+            self._inner.__enter__()
+            self.used = True
+
+    def __exit__(self, *error: object) -> None:
+        if self._inner is not None:
+            self._inner.__exit__(*error)
+            self._inner = None
+
+    def join(self) -> None:
+        """What follows on the main stream waits for everything done here."""
+        if self.used and self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+            self.used = False
+
+
+class StepMixer:
+    """streams [B, C, H] and what is pending -> (x [B, H], injection logits [B, C, C])."""
+
+    def __init__(self, mixer: HyperMixer, dtype: torch.dtype) -> None:
+        self.config, self.norm, self.down, self.up = mixer.config, mixer.norm, mixer.down, mixer.up
+        self.inject = None if mixer.inject is None else Small(dtype, mixer.inject)
+        both = isinstance(self.down, KernelLinear) and isinstance(self.up, KernelLinear) and dtype.itemsize == 2
+        self.fused = both and hyper_step.mixes(self.down.int8.planes, self.up.int8.planes, self.config.hc_count) is None
+
+    def __call__(self, streams: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor]:
+        batch, count, _ = streams.shape
+        if self.inject is not None:
+            self.inject.count(batch)
+        inject = None if self.inject is None else self.inject.weight
+        normed, share = hyper_step.norm_streams(streams, pending, self.norm, inject, self.config.rms_norm_eps)
+        if self.fused:
+            self.down.count(batch)
+            self.up.count(batch)
+            return hyper_step.mix_streams(normed, self.down.int8.planes, self.up.int8.planes), share
+        flat = normed.flatten(1)
+        amount = torch.sigmoid(self.up(silu(self.down(flat) / count)))
+        return (amount * flat).unflatten(-1, (count, -1)).mean(-2), share
+
+
+class StepDelta:
+    """x [B, H] -> y [B, H], advancing the layer's state."""
+
+    def __init__(self, block: GatedDelta, dtype: torch.dtype) -> None:
+        c = self.config = block.config
+        sizes = c.linear_num_key_heads, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim, c.linear_conv_kernel
+        if reason := delta_step.refused(*sizes):
+            raise LabError(reason)
+        self.project, self.out = Stacked(block.in_qkv, block.in_z), block.out
+        self.gates = Small(dtype, block.in_a, block.in_b)
+        taps = block.taps.squeeze(1).to(dtype).float().T.contiguous()
+        norm = block.norm
+        self.weights = delta_step.DeltaWeights(self.gates.weight, taps, block.a_log, block.dt_bias, norm, c.rms_norm_eps, c.linear_gate)
+
+    def __call__(self, x: Tensor, state: DeltaState, position: Tensor) -> Tensor:
+        mixed = self.project(x)
+        self.gates.count(len(x))
+        return self.out(delta_step.delta_step(x, mixed, position, state.conv, state.memory, self.weights))
+
+
+class StepAttention:
+    """x [B, H] -> y [B, H], adding to the layer's cache."""
+
+    def __init__(self, block: SparseAttention, dtype: torch.dtype) -> None:
+        c = self.config = block.config
+        if reason := attention_step.refused(c.num_heads, c.num_kv_heads, c.head_dim, c.indexer_head_dim):
+            raise LabError(reason)
+        self.block = block
+        self.project, self.out = Stacked(block.q, block.k, block.v), block.o
+        self.index = Small(dtype, block.indexer.project)
+
+    def __call__(self, x: Tensor, state: AttentionState, position: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        c = self.config
+        mixed, index = self.project(x), self.index(x)
+        query = attention_step.prepare(
+            mixed, index, position, tables, (self.block.q_norm, self.block.k_norm), c.num_heads, c.rms_norm_eps, state.keys, state.values, state.index_keys
+        )
+        chosen = self._chosen(index, state.index_keys, position, tables)
+        return self.out(attention_step.attend(query, state.keys, state.values, position, mixed, chosen, c.indexer_block))
+
+    def _chosen(self, index: Tensor, raw_keys: Tensor, position: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor | None:
+        """uint8 [B, blocks]: the best complete blocks, as `Indexer` scores them and `_best` breaks ties. None where the budget holds every block there is
+        room for: attention is then dense by definition."""
+        c = self.config
+        block, blocks, budget = c.indexer_block, raw_keys.shape[1] // c.indexer_block, c.indexer_budget // c.indexer_block
+        if blocks <= budget:
+            return None
+        indexer = self.block.indexer
+        here = position.long()
+        q = index[:, : -c.indexer_head_dim].unflatten(-1, (c.indexer_heads, -1)).unsqueeze(1)
+        q = rotate(rms_norm(q, indexer.q_norm, c.rms_norm_eps), tables[0][here], tables[1][here])
+        pooled = raw_keys[:, : blocks * block].unflatten(1, (blocks, block)).float().mean(2).to(raw_keys.dtype)
+        cos, sin = (table[: blocks * block : block] for table in tables)
+        keys = rotate(rms_norm(pooled, indexer.k_norm, c.rms_norm_eps).unsqueeze(2), cos, sin).squeeze(2)
+        scores = torch.relu(torch.einsum("bthd,bnd->bthn", q.float(), keys.float())).sum(2) * c.indexer_head_dim**-0.5
+        hidden = torch.arange(blocks, device=index.device) >= (here + 1) // block
+        order = scores[:, 0].masked_fill(hidden, -torch.inf).sort(stable=True, dim=-1, descending=True).indices[..., :budget]
+        return torch.zeros(len(index), blocks, dtype=torch.uint8, device=index.device).scatter_(-1, order, 1)
+
+
+class StepMoe:
+    """x [B, H] -> (routed output, the shared expert's share of it), each [B, H]."""
+
+    def __init__(self, block: SparseMoe, dtype: torch.dtype) -> None:
+        self.config, self.experts = block.config, block.experts
+        self.router = Small(dtype, block.gate, block.shared_gate)
+        self.shared = Shared(block.shared[0], block.shared[1], block.shared_down)
+
+    def __call__(self, x: Tensor, side: Beside) -> tuple[Tensor, Tensor]:
+        c = self.config
+        with side:
+            inner = self.shared.inner(x)
+        logits = self.router(x)
+        if x.element_size() == 2:
+            ids, weights, share = rows_step.choose(logits, c.experts_per_token, c.norm_topk_prob)
+        else:
+            weights, ids = logits[:, :-1].softmax(-1, dtype=torch.float32).topk(c.experts_per_token, dim=-1)
+            weights = weights / weights.sum(-1, keepdim=True) if c.norm_topk_prob else weights
+            share = torch.sigmoid(logits[:, -1:].float())
+        with side:
+            shared = self.shared.outer(inner, share, x.dtype)
+        if isinstance(self.experts, KernelExperts):
+            self.experts.count(ids.numel())
+            routed = self.experts.slots(x, ids, weights)
+        else:
+            routed = self.experts(x, ids.long(), weights.to(x.dtype))
+        side.join()
+        return routed, shared
+
+
+class DecodeStep:
+    """A model's step: (ids int64 [B, 1], state, position int32 [1]) -> logits [B, 1, V]. Weights are joined once, here."""
+
+    def __init__(self, model: Qwen4Exp, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises LabError with the reason where a part of this model has no step."""
+        self.model, self.config, self.device, self.dtype = model, model.config, device, dtype
+        c = self.config
+        self.mixers = [(StepMixer(layer.attn_mixer, dtype), StepMixer(layer.mlp_mixer, dtype)) for layer in model.layers]
+        self.blocks: list[Any] = [
+            StepAttention(layer.attention, dtype) if layer.attention is not None else StepDelta(_delta(layer.delta), dtype) for layer in model.layers
+        ]
+        self.moes = [StepMoe(layer.moe, dtype) for layer in model.layers]
+        self.last = StepMixer(model.mixer, dtype)
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self.beside, self.fetch = Beside(device), Beside(device)
+        self._count = c.hc_count
+
+    def tables(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [capacity, rotary_dim] of every position, made once per capacity."""
+        if capacity not in self._tables:
+            self._tables[capacity] = rotary_tables(self.config, torch.arange(capacity, device=self.device), self.dtype)
+        return self._tables[capacity]
+
+    def __call__(self, ids: Tensor, state: ModelState, position: Tensor) -> Tensor:
+        """Advances the tensors of `state` by one token; `state.length` is the caller's business."""
+        tables = self.tables(state.capacity)
+        streams = self.model.embed(ids).expand(-1, self._count, -1).contiguous()
+        pending: Pending | None = None
+        for index, layer in enumerate(self.model.layers):
+            if layer.ple is not None:
+                streams, pending = self._inject(streams, pending, layer.ple, ids, state), None
+            before, after = self.mixers[index]
+            x, given = before(streams, pending)
+            own, block = state.layers[index], self.blocks[index]
+            # What the mixers and the shared expert read next is fetched while the block before them waits for its own latencies.
+            self._ahead([*_words(block.out), *_words(after.down, after.up)])
+            y = block(x, own, position, tables) if isinstance(block, StepAttention) else block(x, own, position)
+            x, given_mlp = after(streams, (y, None, given))
+            self._ahead(self._next(index))
+            pending = (*self.moes[index](x, self.beside), given_mlp)
+        x, _ = self.last(streams, pending)
+        self.fetch.join()
+        return self.model.head(x).unsqueeze(1)
+
+    def _next(self, index: int) -> list[Region]:
+        """What is read after a layer's routed experts: its shared expert, then the next layer's mixer and the beginning of its projections."""
+        shared = self.moes[index].shared
+        found = [] if shared.fused is None else [(shared.fused.gate_up_planes.words, 1 << 30)]
+        following = self.mixers[index + 1][0] if index + 1 < len(self.mixers) else self.last
+        found += _words(following.down, following.up)
+        if index + 1 < len(self.blocks) and (whole := self.blocks[index + 1].project.whole) is not None:
+            found.append((whole.planes.words, AHEAD_BYTES))
+        return found
+
+    def _ahead(self, regions: list[Region]) -> None:
+        """Fetches into the cache beside the step's own chain."""
+        if regions and AHEAD_BYTES and use_ptx():
+            with self.fetch:
+                prefetch(regions)
+
+    def _inject(self, streams: Tensor, pending: Pending | None, ple: Any, ids: Tensor, state: ModelState) -> Tensor:
+        """The n-gram module on streams with the pending output written back first."""
+        flat = streams.flatten(1).unsqueeze(1)
+        if pending is not None:
+            y, extra, given = pending
+            injection = 2 * torch.sigmoid(given.sum(1) / self._count)
+            flat = write_back(flat, (y if extra is None else y + extra).unsqueeze(1), injection.to(y.dtype).unsqueeze(1))
+        return (flat + ple(flat, ids, state.ple)).view_as(streams)
+
+
+def _delta(block: GatedDelta | None) -> GatedDelta:
+    assert block is not None
+    return block

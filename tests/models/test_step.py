@@ -1,0 +1,63 @@
+"""The decode step against the plain forward code on random models: same logits token by token, with kernels and without, several sequences, past the budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from lab.artifacts import Checkpoint, HfWeights
+from lab.cell import ComponentPlan
+from lab.counters import Counters
+from lab.engines.path_binder import PathBinder
+from lab.models.qwen4_exp.config import from_file
+from lab.models.qwen4_exp.model import Qwen4Exp
+from lab.models.qwen4_exp.step import DecodeStep
+from tests.models.tiny import text_ids, tiny_model, write_checkpoint
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Many indexer heads: with few, relu makes equal scores, which the plain code on a CPU breaks as torch.topk does and the step by position.
+SIZES = {"indexer_n_heads": 8, "hidden_size": 64, "hc_lowrank": 32, "shared_expert_intermediate_size": 64, "ple_embed_dim": 64}
+INT8 = {name: ComponentPlan(codec="int8_g128") for name in ("trunk", "head")} | {"experts": ComponentPlan(codec="q2_g32")}
+
+
+class KernelBinder(PathBinder):
+    """Takes kernels wherever they exist, on a CPU too, where Triton interprets them."""
+
+    def _fast(self, swap: Any, op: Any) -> Any:
+        return swap(op, self.dtype)[0]
+
+
+def model_of(folder: Path, plan: dict[str, ComponentPlan], dtype: torch.dtype, binder: type[PathBinder]) -> tuple[Qwen4Exp, Counters]:
+    counters = Counters()
+    return Qwen4Exp(from_file(folder / "config.json"), binder(HfWeights(Checkpoint(folder)), plan, DEVICE, dtype, counters)), counters
+
+
+@pytest.mark.parametrize(("plan", "dtype"), [({}, torch.float32), (INT8, torch.float16)], ids=["plain", "kernels"])
+@torch.no_grad()
+def test_steps_equal_the_forward_code(tmp_path: Path, plan: dict[str, ComponentPlan], dtype: torch.dtype) -> None:
+    write_checkpoint(tmp_path / "m", tiny_model(4, **SIZES), "fused")
+    plain, counted = model_of(tmp_path / "m", plan, torch.float32, PathBinder)  # the same weights in float32
+    fast, counters = model_of(tmp_path / "m", plan, dtype, KernelBinder)
+    batch, prompt, capacity = 2, 19, 32
+    tokens = prompt + (6 if dtype == torch.float32 or DEVICE.type == "cuda" else 1)  # the interpreter takes many seconds for a step of kernels
+    ids = text_ids(batch, tokens).to(DEVICE)
+    states = [model.new_state(batch, capacity, DEVICE, kind) for model, kind in ((plain, torch.float32), (fast, dtype))]
+    first = [model.logits(ids[:, :prompt], state) for model, state in zip((plain, fast), states, strict=True)]
+    assert relative(first[1], first[0]) < (1e-5 if dtype == torch.float32 else 2e-2)
+    step = DecodeStep(fast, DEVICE, dtype)
+    for at in range(prompt, tokens):  # past the indexer's budget of 16 tokens
+        want = plain.logits(ids[:, at : at + 1], states[0])
+        got = step(ids[:, at : at + 1], states[1], torch.tensor([at], dtype=torch.int32, device=DEVICE))
+        assert relative(got, want) < (1e-5 if dtype == torch.float32 else 5e-2), f"token {at}"
+    assert [(t["layer"], t["component"], t["op"], t["rows"]) for t in counters.as_list()] == [
+        (t["layer"], t["component"], t["op"], t["rows"]) for t in counted.as_list()
+    ], "a step must count what the forward code counts"
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
