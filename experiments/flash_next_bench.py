@@ -67,10 +67,9 @@ def check_delta(batch: int) -> Iterator[Error]:
     """Six tokens through one block's step."""
     heads, share, d, kernel = 48, 3, 128, 4
     wide = 2 * heads // share * d + heads * d
-    weights = DeltaWeights(
-        draw(2 * heads, HIDDEN) / 50, draw(kernel, wide).float() / 2, *(torch.randn(heads, device=DEVICE) / 4 for _ in range(2)),
-        torch.rand(d, device=DEVICE) + 0.5, 1e-6, "sigmoid",
-    )  # fmt: skip
+    a_log, bias = torch.randn(heads, device=DEVICE) / 4, torch.randn(heads, device=DEVICE) / 4
+    gates, taps = draw(2 * heads, HIDDEN) / 50, draw(kernel, wide).float() / 2
+    weights = DeltaWeights(gates, taps, a_log, bias, torch.rand(d, device=DEVICE) + 0.5, 1e-6, "sigmoid")
     ring, memory = torch.zeros(batch, kernel, wide, dtype=DTYPE, device=DEVICE), torch.zeros(batch, heads, d, d, device=DEVICE)
     for position in range(6):
         x, mixed = draw(batch, HIDDEN), draw(batch, wide + heads * d)
@@ -207,7 +206,7 @@ def speed(layers: int, path: str, profile: bool) -> None:
         alone = [mock.patch.object(module, "launch_options", dict) for module in (hyper_step, delta_step, attention_step, rows_step, experts, trunk)]
         ahead = {size: mock.patch.object(step, "AHEAD_BYTES", size) for size in (0, 1, 30_000_000)}
         serial = mock.patch.object(step, "SECOND_STREAM", False)
-        variants = {
+        variants: dict[str, list[Any]] = {
             "nothing fetched ahead": [ahead[0]], "1 byte of projections ahead": [ahead[1]], "30 MB ahead": [ahead[30_000_000]],
             "one stream, nothing ahead": [serial, ahead[0]], "no overlapped launches": alone, "none of it": [serial, ahead[0], *alone],
         }  # fmt: skip

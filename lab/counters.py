@@ -37,6 +37,8 @@ class Counters:
     """Tallies by (layer, component, op, device). One instance per engine; not thread-safe."""
 
     def __init__(self) -> None:
+        self.kernels: dict[str, set[str]] = {}
+        """What computed on the CPU, by "component: op on device", noted where it does: a kernel that stood ready and was not used does not appear."""
         self._tallies: dict[Key, Tally] = {}
         self._recordings: list[Recording] = []
 

@@ -46,11 +46,7 @@ class Packed:
         usable = self.device.type == "cpu" and native.unavailable() is None and native.supports(codec, shape[-1])
         self.prepared = native.prepare(codec, parts, shape[-1]) if usable else None
         self._nbytes = parts_nbytes(parts)
-
-    @property
-    def kernel(self) -> str:
-        """What computes with it: native (compiled for this CPU) or torch."""
-        return "torch" if self.prepared is None else "native"
+        self._ran = counters.kernels.setdefault(f"{component}: {codec.name} on {self.device.type}", set())
 
     def nbytes(self) -> int:
         """Bytes resident."""
@@ -63,9 +59,12 @@ class Packed:
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """`parts` (all of them, or a selection) as [..., rows, cols] in `dtype`."""
         if self.codec.name == "bf16":  # no detour through float32 where the stored dtype is the one computed in
+            self._ran.add("torch")
             return parts["weight"].to(dtype)
         if self.prepared is not None and dtype in _NATIVE_DTYPES:
+            self._ran.add("native decode")
             return native.decode(self.codec, parts, self.shape[-1], dtype)
+        self._ran.add("torch")
         return self.codec.decode(parts, self.shape[-1]).to(dtype)
 
     def times(self, x: Tensor) -> Tensor:
@@ -74,8 +73,17 @@ class Packed:
         if self.prepared is None or self.codec.name == "bf16":
             return linear(x, self.decode(self.parts, x.dtype))
         if x.shape[0] <= MAX_NATIVE_ROWS:
+            self._ran.add("native product")
             return self.prepared(x) if x.dtype is torch.float32 else self.prepared(x.float()).to(x.dtype)
+        self._ran.add("native decode")
         return linear(x, self.prepared.decode(x.dtype, _scratch(self.shape, x.dtype)))
+
+    def slot_products(self, x: Tensor, slots: Tensor) -> Tensor:
+        """x [s, in] -> [s, out], row i through matrix slots[i] of the stack; not counted here."""
+        if self.prepared is not None:
+            self._ran.add("native product")
+            return self.prepared.expert_products(slots, x.float()).to(x.dtype)
+        return (self.decode(self.codec.select(self.parts, slots), x.dtype) @ x.unsqueeze(-1)).squeeze(-1)
 
 
 class PackedLinear:
@@ -141,9 +149,7 @@ def _slot_products(stack: Packed, x: Tensor, slots: Tensor) -> Tensor:
     # Slots that share an expert need its bytes once, whatever an implementation gathers. On a GPU the most that can be: to look would wait for the device.
     distinct = int(slots.unique().numel()) if slots.device.type == "cpu" else min(len(slots), stack.shape[0])
     stack.count(len(slots), 2 * len(slots) * stack.shape[1] * stack.shape[2], stack.nbytes() // stack.shape[0] * distinct)
-    if stack.prepared is not None:
-        return stack.prepared.expert_products(slots, x.float()).to(x.dtype)
-    return (stack.decode(stack.codec.select(stack.parts, slots), x.dtype) @ x.unsqueeze(-1)).squeeze(-1)
+    return stack.slot_products(x, slots)
 
 
 class PackedTable:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import save_file
 
 from lab.artifacts import open_artifact
 from lab.artifacts.hf import HfArtifact
@@ -17,7 +18,6 @@ from lab.artifacts.vqf import VqfArtifact
 from lab.artifacts.vqf_convert import run as to_vqf
 from lab.artifacts.vqf_flags import Engine
 from lab.convert import convert_command
-from lab.convert import safetensors as target
 from lab.convert.safetensors import convert, narrowest
 from lab.counters import Counters
 from lab.engines.path_binder import PathBinder
@@ -103,14 +103,14 @@ def test_the_command_says_what_it_wrote_and_replaces_only_checkpoints(file: Path
 def test_a_failure_leaves_nothing_and_keeps_what_was_there(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert(file, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    real, calls = target.save_file, iter(range(100))
+    calls = iter(range(100))
 
     def failing(*given: Any, **named: Any) -> None:
         if next(calls) == 2:
             raise OSError(28, "No space left on device")
-        real(*given, **named)
+        save_file(*given, **named)
 
-    monkeypatch.setattr(target, "save_file", failing)
+    monkeypatch.setattr("lab.convert.safetensors.save_file", failing)
     with pytest.raises(LabError, match=r"out: cannot be written \(No space left on device\); nothing was left behind"):
         convert(file, tmp_path / "out", force=True, shard_bytes=10_000)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

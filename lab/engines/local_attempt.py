@@ -192,7 +192,8 @@ class LocalAttempt(Attempt):
             "tokens_forwarded": engine.counters.rows("embed"),
             "vocab_size": engine.config.vocab_size,
             "encoding": engine.binder.cosines(),
-            "kernels": dict(engine.binder.kernels),
+            "kernels": {op: sorted(names) for op, names in sorted(engine.counters.kernels.items()) if names},
+            "gpu_kernels": dict(engine.binder.kernels),
             "graph": engine.graphs.evidence(),
             "codec_options": {name: codec.options for name, codec in engine.binder.codecs.items()},
         }

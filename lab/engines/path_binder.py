@@ -169,7 +169,6 @@ class PathBinder:
     def _packed_parts(self, component: str, codec: Codec, parts: Parts, shape: tuple[int, ...], first: bool = True, nbytes: int | None = None) -> Packed:
         """The operation's weight, noted as resident; `nbytes` 0 for one that another component holds already."""
         packed = Packed(codec, parts, shape, self.layer, component, self.counters, first)
-        self.kernels[f"{codec.name} on {packed.device.type}"] = packed.kernel
         self._note(component, codec.name, packed.device, packed.nbytes() if nbytes is None else nbytes, prod(shape))
         return packed
 

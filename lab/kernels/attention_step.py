@@ -163,8 +163,9 @@ def prepare(
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, position: Tensor, mixed: Tensor, chosen: Tensor | None = None, block: int = 1, tile: int = _TILE
 ) -> Tensor:
-    """query [B, heads, d] over the cache up to and with `position`, gated by mixed's second halves -> [B, heads * d]. `chosen` uint8 [B, blocks]: which complete
-    blocks of `block` keys may be seen; the incomplete one always may."""
+    """query [B, heads, d] over the cache up to and with `position`, gated by mixed's second halves -> [B, heads * d].
+
+    `chosen` uint8 [B, blocks]: which complete blocks of `block` keys may be seen; the incomplete one always may."""
     batch, capacity, kv, d = keys.shape
     heads = query.shape[1]
     piece = max(2 * tile, triton.cdiv(triton.cdiv(capacity, _PIECES), tile) * tile)

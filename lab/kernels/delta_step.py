@@ -125,7 +125,7 @@ def delta_step(x: Tensor, mixed: Tensor, position: Tensor, ring: Tensor, memory:
     _delta_kernel[(heads, batch)](
         x, mixed, position, ring, memory, weights.gates, weights.taps, weights.a_log, weights.dt_bias, weights.norm, out, weights.eps,
         x.shape[1], triton.next_power_of_2(x.shape[1]), heads, heads // key_heads, dk, dv, kernel, weights.gate == "sigmoid", use_ptx(),
-        num_warps=8 if dk * dv > 4096 else 4, **launch_options(),
+        num_warps=16 if dk * dv > 4096 else 4, **launch_options(),
     )  # fmt: skip
     return out
 

@@ -33,7 +33,7 @@ def _norm_kernel(
     inside = column < HIDDEN
     norm = tl.load(norm_ptr + stream * HIDDEN + column, mask=inside, other=0) + 1.0
     target = tl.arange(0, COUNT)
-    rows = norm[None, :]
+    rows = norm[None, :]  # overwritten where there are injection weights
     if INJECT:
         rows = tl.load(inject_ptr + (target[:, None] * COUNT + stream) * HIDDEN + column[None, :], mask=inside[None, :], other=0).to(tl.float32)
     wait_for_inputs(PTX)

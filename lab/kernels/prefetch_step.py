@@ -46,4 +46,3 @@ def prefetch(regions: Sequence[tuple[Tensor, int]]) -> None:
         return
     padded = [*regions[:_REGIONS], *[(regions[0][0], 0)] * (_REGIONS - len(regions[:_REGIONS]))]
     _prefetch_kernel[(_PROGRAMS,)](*(t for t, _ in padded), *(min(n, t.nbytes) for t, n in padded), _PROGRAMS, _LANES, num_warps=_LANES // 32)
-

@@ -79,6 +79,17 @@ def test_the_engine_keeps_and_reads_what_the_ledger_predicts(made: tuple[Project
     assert ledger.flops_per_token == read.flops
 
 
+def test_without_budgets_the_ledger_counts_the_file_that_the_engine_holds(made: tuple[Project, Path, str]) -> None:
+    cell = cell_with(made)
+    engine, ledger = LocalEngine(cell, made[0].root), build_of_file(cell, made[1])
+    held, counted = dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
+    for entry in engine.binder.resident():
+        held[entry["component"]] = (entry["weights"], entry["bytes"])
+    for line in ledger.lines:
+        counted[line.component] = (line.weights, line.bytes)
+    assert held == counted and engine.strips is None and ledger.residency == ()
+
+
 def test_logits_are_those_of_the_file_with_and_without_room(made: tuple[Project, Path, str]) -> None:
     ids = torch.randint(0, 2560, (2, 19), generator=torch.Generator().manual_seed(3))
     plain, short, whole = (LocalEngine(cell_with(made, *words), made[0].root) for words in ([], ["placement.slots=4"], ["placement.slots=21"]))

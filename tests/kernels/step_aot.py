@@ -42,7 +42,7 @@ def cases(target: str) -> dict[str, tuple[Any, dict[str, Any], dict[str, int]]]:
         found[f"mix up M={tokens}"] = hyper_step._up_kernel, {**up, "GROUPS": 3, "GROUP_CHUNKS": 4, "WIDTH": 128}, {"num_warps": 8}
     delta = {**streams, "position_ptr": "*i32", **{f"{n}_ptr": "*fp32" for n in ("memory", "taps", "a_log", "bias", "norm")}, "out_ptr": "*bf16", "EPS": 1e-6}
     shape = {"HIDDEN": 2560, "BLOCK": 4096, "HEADS": 48, "SHARE": 3, "DK": 128, "DV": 128, "KERNEL": 4, "SIGMOID": True, "PTX": ptx}
-    found["delta"] = delta_step._delta_kernel, {**delta, **shape}, {"num_warps": 8}
+    found["delta"] = delta_step._delta_kernel, {**delta, **shape}, {"num_warps": 16}
     heads = {"HEADS": 24, "KV": 2, "D": 256, "PTX": ptx}
     cache = {f"{n}_ptr": "*bf16" for n in ("mixed", "index", "cos", "sin", "query", "keys", "values", "index_keys", "out")} | {"position_ptr": "*i32"}
     norms = {"q_norm_ptr": "*fp32", "k_norm_ptr": "*fp32", "capacity": "i32", "DI": 128, "INDEX": 512, "ROTARY": 64, "EPS": 1e-6}

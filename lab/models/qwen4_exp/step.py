@@ -46,7 +46,8 @@ class Beside:
     def __init__(self, device: torch.device) -> None:
         self.main: Any = None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.used, self._inner = False, None
+        self.used = False
+        self._inner: Any = None
 
     def __enter__(self) -> None:
         if self.stream is not None and SECOND_STREAM:
@@ -72,10 +73,11 @@ class StepMixer:
     """streams [B, C, H] and what is pending -> (x [B, H], injection logits [B, C, C])."""
 
     def __init__(self, mixer: HyperMixer, dtype: torch.dtype) -> None:
-        self.config, self.norm, self.down, self.up = mixer.config, mixer.norm, mixer.down, mixer.up
+        self.config, self.norm = mixer.config, mixer.norm
+        self.down: Any = mixer.down
+        self.up: Any = mixer.up
         self.inject = None if mixer.inject is None else Small(dtype, mixer.inject)
-        both = isinstance(self.down, KernelLinear) and isinstance(self.up, KernelLinear) and dtype.itemsize == 2
-        self.fused = both and hyper_step.mixes(self.down.int8.planes, self.up.int8.planes, self.config.hc_count) is None
+        self.fused = dtype.itemsize == 2 and _mixes(mixer.down, mixer.up, self.config.hc_count)
 
     def __call__(self, streams: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor]:
         batch, count, _ = streams.shape
@@ -215,7 +217,8 @@ class DecodeStep:
                 streams, pending = self._inject(streams, pending, layer.ple, ids, state), None
             before, after = self.mixers[index]
             x, given = before(streams, pending)
-            own, block = state.layers[index], self.blocks[index]
+            own: Any = state.layers[index]
+            block = self.blocks[index]
             # What the mixers and the shared expert read next is fetched while the block before them waits for its own latencies.
             self._ahead([*_words(block.out), *_words(after.down, after.up)])
             y = block(x, own, position, tables) if isinstance(block, StepAttention) else block(x, own, position)
@@ -250,6 +253,11 @@ class DecodeStep:
             injection = 2 * torch.sigmoid(given.sum(1) / self._count)
             flat = write_back(flat, (y if extra is None else y + extra).unsqueeze(1), injection.to(y.dtype).unsqueeze(1))
         return (flat + ple(flat, ids, state.ple)).view_as(streams)
+
+
+def _mixes(down: Any, up: Any, count: int) -> bool:
+    """Whether the two fused projections can serve these operations."""
+    return isinstance(down, KernelLinear) and isinstance(up, KernelLinear) and hyper_step.mixes(down.int8.planes, up.int8.planes, count) is None
 
 
 def _delta(block: GatedDelta | None) -> GatedDelta:
