@@ -184,12 +184,17 @@ def milliseconds(run: Any, repeats: int = 5) -> list[float]:
     return sorted(found)
 
 
-def speed(layers: int, path: str, profile: bool) -> None:
-    """PP512, PP4096, TG at 1 to 8 sequences of synthetic weights; with `profile` device time by kernel of one eager step and one prompt."""
+def loaded(layers: int, path: str) -> LocalEngine:
+    """Synthetic weights of Flash-Next's first layers."""
     torch.cuda.reset_peak_memory_stats()
     engine = LocalEngine(cell("model=flash_next", "artifact=synthetic", f"path={path}", f"layers={layers}", "device=h200", "bench=quick"), ROOT)
     print(f"loaded {layers} layers in {engine.load_s:.1f} s, {torch.cuda.memory_allocated() / 1e9:.1f} GB", flush=True)
-    text = torch.randint(1, 200000, (8, 4200))
+    return engine
+
+
+def speed(engine: LocalEngine) -> None:
+    """PP512, PP4096 and TG at 1 to 8 sequences."""
+    text = torch.randint(1, 200000, (8, 4096))
     for tokens in (512, 4096):
         state = engine.new_state(1, tokens)
 
@@ -201,25 +206,28 @@ def speed(layers: int, path: str, profile: bool) -> None:
         print(f"PP{tokens}: {tokens / found[len(found) // 2] * 1e3:.0f} tok/s, ms {[round(t, 1) for t in found]}", flush=True)
     for batch in (1, 2, 4, 8):
         decode(engine, text[:batch, :513], "as it is")
-    print(engine.graphs.evidence(), flush=True)
-    if profile:
-        alone = [mock.patch.object(module, "launch_options", dict) for module in (hyper_step, delta_step, attention_step, rows_step, experts, trunk)]
-        ahead = {size: mock.patch.object(step, "AHEAD_BYTES", size) for size in (0, 1, 30_000_000)}
-        serial = mock.patch.object(step, "SECOND_STREAM", False)
-        variants: dict[str, list[Any]] = {
-            "nothing fetched ahead": [ahead[0]], "1 byte of projections ahead": [ahead[1]], "30 MB ahead": [ahead[30_000_000]],
-            "one stream, nothing ahead": [serial, ahead[0]], "no overlapped launches": alone, "none of it": [serial, ahead[0], *alone],
-        }  # fmt: skip
-        for title, patches in variants.items():
-            engine.graphs.forget()
-            with ExitStack() as stack:
-                for patch in patches:
-                    stack.enter_context(patch)
-                for batch in (1, 4):
-                    state = decode(engine, text[:batch, :513], title)
-                    if title == "none of it":
-                        by_kernel(f"the same, {batch} sequences", lambda state=state, batch=batch: engine.logits(text[:batch, 512:513], state))
-    print("peak GB", round(torch.cuda.max_memory_allocated() / 1e9, 1))
+    print(engine.graphs.evidence(), f"peak {torch.cuda.max_memory_allocated() / 1e9:.1f} GB", flush=True)
+
+
+def profile(engine: LocalEngine) -> None:
+    """Device time of one step by kernel, every launch alone, so that a kernel's time is its own; then what each way of overlapping gives."""
+    text = torch.randint(1, 200000, (4, 513))
+    alone = [mock.patch.object(module, "launch_options", dict) for module in (hyper_step, delta_step, attention_step, rows_step, experts, trunk)]
+    ahead = {size: mock.patch.object(step, "AHEAD_BYTES", size) for size in (0, 1, 30_000_000)}
+    serial = mock.patch.object(step, "SECOND_STREAM", False)
+    variants: dict[str, list[Any]] = {
+        "none of it": [serial, ahead[0], *alone], "all of it": [], "nothing fetched ahead": [ahead[0]], "no projections ahead": [ahead[1]],
+        "30 MB ahead": [ahead[30_000_000]], "one stream, nothing ahead": [serial, ahead[0]], "no overlapped launches": alone,
+    }  # fmt: skip
+    for title, patches in variants.items():
+        engine.graphs.forget()
+        with ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            for batch in (1, 4):
+                state = decode(engine, text[:batch], title)
+                if title == "none of it":
+                    by_kernel(f"the same, {batch} sequences", lambda state=state, batch=batch: engine.logits(text[:batch, -1:], state))
 
 
 def decode(engine: LocalEngine, text: Tensor, title: str) -> Any:
@@ -246,12 +254,12 @@ def by_kernel(title: str, run: Any) -> None:
     """Device time of one call by kernel name, largest first."""
     run()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as kept:
         run()
         torch.cuda.synchronize()
     spent: Counter[str] = Counter()
     calls: Counter[str] = Counter()
-    for event in profile.events() or ():
+    for event in kept.events() or ():
         if str(event.device_type).endswith("CUDA"):
             spent[event.name[:70]] += event.device_time
             calls[event.name[:70]] += 1
@@ -264,7 +272,7 @@ def by_kernel(title: str, run: Any) -> None:
 def main() -> int:
     """Runs the parts asked for. Exit code 1 where a check failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["checks", "nano", "speed"])
+    parser.add_argument("parts", nargs="*", default=["checks", "nano", "speed"], help="checks, mixer, nano, speed, profile")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--path", default="expert_q2")
     asked = parser.parse_args()
@@ -278,8 +286,13 @@ def main() -> int:
         good &= all(error <= TOLERANCE for _, error in found)
     if "nano" in asked.parts:
         good &= nano()
-    if "speed" in asked.parts or "profile" in asked.parts:
-        speed(asked.layers, asked.path, "profile" in asked.parts)
+    if {"speed", "profile"} & {*asked.parts}:
+        engine = loaded(asked.layers, asked.path)
+        if "profile" in asked.parts:
+            profile(engine)
+            engine.graphs.forget()
+        if "speed" in asked.parts:
+            speed(engine)
     return 0 if good else 1
 
 

@@ -148,7 +148,8 @@ class PathBinder:
 
     def _strip(self, strips: StripCache, component: str, stored: Stored, first: bool = True) -> Strip:
         self.source_codecs[component].add(STRIP.name)
-        self.kernels[f"{STRIP.name} on {self.device.type}"] = "torch"
+        if self.device.type != "cpu":
+            self.kernels[f"{STRIP.name} on {self.device.type}"] = "torch (strips have no kernel)"
         return strips.add(stored, self.layer, component, first)
 
     def _packed(self, component: str, blocks: Sequence[Stored], name: str) -> list[Packed]:

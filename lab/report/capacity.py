@@ -10,10 +10,12 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab.cell import Cell
-from lab.compose import gguf_header, sizes_file
+from lab.compose import sizes_file
+from lab.errors import LabError
 from lab.matrix import Matrix, Row
 from lab.registered import Account
 from lab.report.language import Language
@@ -83,11 +85,21 @@ def _vocabulary(project: Project, cell: Cell) -> int | None:
     file = sizes_file(project, cell.model.artifact, cell.model.geometry, cell.model.source)
     if file is None:
         return None
-    if file.suffix == ".gguf":
-        return gguf_header(file).vocab_size
+    if file.suffix in (".gguf", ".vqf"):
+        return _vocabulary_of_file(file, cell.model.arch)
     data = json.loads(file.read_text(encoding="utf-8"))
     size = data.get("vocab_size", data.get("text_config", {}).get("vocab_size"))
     return size if isinstance(size, int) else None
+
+
+def _vocabulary_of_file(file: Path, arch: str) -> int | None:
+    """That of weights in one file; None where the file is refused, which is not the report's to say."""
+    from lab.artifacts import open_artifact
+
+    try:
+        return open_artifact(file, arch).config().vocab_size
+    except LabError:
+        return None
 
 
 def capacity_table(matrix: Matrix, capacity: Capacity, lang: Language) -> Table:

@@ -44,8 +44,8 @@ def test_flash_next_has_the_published_number_of_parameters() -> None:
     assert total(found) == 176_943_899_520  # "176.944 B", llama.cpp's count of text model and table
     assert total(found, "ple") == 320_001_536 * 160
     assert total(found, "experts") == 48 * 512 * 3 * 640 * 2560
-    # 36 recurrent layers of 48 x 128 x 128 float32 and a convolution of 3 x 10240, 12 attention layers of 24 + 3 KiB per token.
-    assert found.state_bytes(1, 0) == 36 * (48 * 128 * 128 * 4 + 3 * 10240 * 2) + 2 * 8 + 9 * 10240 * 2
+    # 36 recurrent layers of 48 x 128 x 128 float32 and a ring of 4 x 10240 inputs of the convolution, 12 attention layers of 24 + 3 KiB per token.
+    assert found.state_bytes(1, 0) == 36 * (48 * 128 * 128 * 4 + 4 * 10240 * 2) + 2 * 8 + 9 * 10240 * 2
     assert found.state_bytes(1, 100) - found.state_bytes(1, 0) == 100 * (24 + 3) * 1024
 
 
