@@ -286,7 +286,7 @@ def main() -> int:
         good &= all(error <= TOLERANCE for _, error in found)
     if "nano" in asked.parts:
         good &= nano()
-    if {"speed", "profile"} & {*asked.parts}:
+    if good and {"speed", "profile"} & {*asked.parts}:
         engine = loaded(asked.layers, asked.path)
         if "profile" in asked.parts:
             profile(engine)

@@ -105,9 +105,12 @@ def _lines(tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) 
     sums: dict[tuple[str, str, str, Place, bool], list[int]] = {}
     staging: dict[str, int] = {}
 
+    embedded = {t.weight.name: t.encoding.name for t in tensors if t.weight.kind == "embedding"}
+
     def add(one: Stored, placement: str, where: Place, copy: bool = False, experts: int | None = None) -> None:
-        whole = one.weight.shape[0]
-        share = (one.weight.count, one.nbytes()) if experts is None else (one.weight.count * experts // whole, one.nbytes() * experts // whole)
+        whole, held = one.weight.shape[0], one.weight.kind == "matrix" and embedded.get(one.weight.name) == one.encoding.name
+        # A head that is the embedding, stored alike, is held once (lab.engines.path_binder).
+        share = (one.weight.count, 0 if held else one.nbytes()) if experts is None else (one.weight.count * experts // whole, one.nbytes() * experts // whole)
         entry = sums.setdefault((one.weight.component, one.encoding.name, placement, where, copy), [0, 0])
         entry[0], entry[1] = entry[0] + share[0], entry[1] + share[1]
 

@@ -81,7 +81,7 @@ class LocalAttempt(Attempt):
         if cell.path.format == "vqf":
             self._stage(engine, corpus)
         self._collect_evidence(engine)
-        if device.type == "cuda" and engine.graphs.reason is not None:
+        if engine.graphs.reason is not None and (device.type == "cuda" or self.cell.mode == "graph"):
             self.result.notes.append(f"decoded operation by operation, not as a graph: {engine.graphs.reason}")
 
     def _bounds(self, device: torch.device) -> dict[str, Any] | None:

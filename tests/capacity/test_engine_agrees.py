@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lab.capacity import Ledger
-from lab.capacity.build import STATE_BATCH, STATE_TOKENS, build
+from lab.capacity.build import STATE_BATCH, STATE_TOKENS, build, build_of_file
 from lab.capacity.qwen4_exp import qwen4_exp_sizes
 from lab.capacity.storage import stored
 from lab.capacity.traffic import Pass, forward
@@ -18,6 +18,7 @@ from lab.compose import compose_cells
 from lab.engines.local import LocalEngine
 from lab.measure.throughput import DECODE, PREFILL
 from lab.project import Project
+from tests.artifacts.gguf_models import hf_model, model_of
 from tests.capacity.test_sizes import geometry
 from tests.runner_helpers import ROOT
 
@@ -89,3 +90,12 @@ def test_a_ledger_needs_no_weights(tmp_path: Path) -> None:
         "small": 95_477_760,
         "vectors": 2_556_800,
     }
+
+
+def test_a_file_is_counted_as_it_is_held_and_a_tied_head_once(tmp_path: Path) -> None:
+    path = model_of(hf_model("llama", True), "llama").write(tmp_path / "m.gguf")
+    cell = compose_cells([f"artifact='{path}'", "path=gguf_plugin", "device=cpu"], PROJECT)[0]
+    resident = {(e["component"], e["codec"]): (e["weights"], e["bytes"]) for e in LocalEngine(cell, ROOT).binder.resident()}
+    ledger = build_of_file(cell, path)
+    assert {(line.component, line.codec): (line.weights, line.bytes) for line in ledger.lines} == resident
+    assert [line.bytes for line in ledger.lines if line.component == "head"] == [0]

@@ -183,7 +183,7 @@ class LlamaCppAttempt(Attempt):
         details = shape | settings.details()
         perplexity = PerplexityTally(corpus.token_bytes)
         if reference is not None and reference[0].shape[-1] != context.model.n_vocab:
-            self.gap(DIVERGENCE, Status.PATH_NOT_EXECUTED, f"llama.cpp gives logits of {context.model.n_vocab} tokens, the reference has {reference[0].shape[-1]}")
+            self.gap(DIVERGENCE, Status.PATH_NOT_EXECUTED, f"logits of {context.model.n_vocab} tokens, the reference has {reference[0].shape[-1]}")
             reference = None
         divergence = DivergenceTally(reference[0]) if reference else None
         for log_p, targets, window in score_windows(forward(context), windows, scored, WINDOWS_TOGETHER):

@@ -1,4 +1,4 @@
-"""`python -m lab.engines.llama_cpp.serve FILE.gguf PORT [THREADS]`: llama.cpp's own HTTP server on a GGUF file, for `engine=server` (conf/paths/llama_server.yaml).
+"""`python -m lab.engines.llama_cpp.serve FILE.gguf PORT [THREADS]`: llama.cpp's own HTTP server, for `engine=server` (conf/paths/llama_server.yaml).
 
 Why this launcher: llama.cpp has no binary in a package registry; `xllamacpp` (extra `[llama_server]`) is llama-server as a Python library, prebuilt, without a
 command. Settings are those that a measurement needs: four slots of 1024 tokens, no prompt kept from one request for the next, flash attention off as in
