@@ -52,6 +52,10 @@ class Packed:
         """Bytes resident."""
         return self._nbytes
 
+    def held_as(self, nbytes: int) -> None:
+        """Says that a kernel holds the weight in its own form, of so many bytes."""
+        self._nbytes = nbytes
+
     def count(self, rows: int, flops: int, nbytes: int | None = None) -> None:
         """Counts one call on `rows` rows of activations that reads `nbytes` of weights (default: all)."""
         self.counters.add(self.key, rows if self.first else 0, self._nbytes if nbytes is None else nbytes, flops)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,22 +116,41 @@ class KernelTable:
         return self.table(ids, self.dtype)
 
 
-def linear(op: PackedLinear, dtype: torch.dtype) -> tuple[PackedLinear | KernelLinear, str | None]:
+def linear(op: PackedLinear, dtype: torch.dtype) -> tuple[Any, str | None]:
     """(the operation, why it stayed with the reference or None)."""
     block = op.blocks[0]
+    if blocks := _of_files(op.blocks):
+        return _in_blocks(blocks, op, lambda made: made.BlockLinear(op.blocks, op.order))
     if len(op.blocks) > 1 or op.order is not None or block.codec.name != "int8_g128":
         return op, f"no kernel for {block.codec.name}" if len(op.blocks) == 1 else "several row blocks"
     found, reason = _tried(block.device, dtype, lambda: KernelLinear(block))
     return found or op, reason
 
 
-def experts(op: PackedExperts, dtype: torch.dtype) -> tuple[PackedExperts | KernelExperts, str | None]:
+def experts(op: PackedExperts, dtype: torch.dtype) -> tuple[Any, str | None]:
     """The same for a layer's experts."""
     stacks: Sequence[Packed] = (*op.gate_up, op.down)
     names = {stack.codec.name for stack in stacks}
+    if _of_files(stacks):
+        return _in_blocks(stacks, op, lambda made: made.BlockExperts(op.gate_up, op.down))
     if len(op.gate_up) > 1 or len(names) > 1 or not names <= {*LOW_BIT, "bf16"}:
         return op, f"no kernel for {', '.join(sorted(names))} in {len(stacks)} stacks"
     found, reason = _tried(op.down.device, dtype, lambda: KernelExperts(op.gate_up[0], op.down))
+    return found or op, reason
+
+
+def _of_files(stacks: Sequence[Packed]) -> Sequence[Packed]:
+    """The stacks where all are in block types that the transcoding kernels know, else none."""
+    from lab.ops_gpu_blocks import frame
+
+    return stacks if all(frame(stack.codec) is not None for stack in stacks) else ()
+
+
+def _in_blocks(stacks: Sequence[Packed], op: Any, make: Callable[[ModuleType], Any]) -> tuple[Any, str | None]:
+    """The operation on transcoded blocks, which take float32 activations, too."""
+    import lab.ops_gpu_blocks as made
+
+    found, reason = _tried(stacks[0].device, torch.bfloat16, lambda: make(made))
     return found or op, reason
 
 

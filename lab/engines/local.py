@@ -87,7 +87,8 @@ class LocalEngine:
 
 def _synthetic(artifact: SyntheticArtifact, layers: int, components: dict[str, ComponentPlan], device: torch.device) -> Weights:
     """Random weights in the codecs that the path asks for, so that nothing has to be encoded."""
-    codecs = {name: create(plan.codec, plan.options) for name, plan in components.items() if plan.codec != "source"}
+    chosen = {name: (plan.codec if plan.codec != "source" else plan.assumed, plan.options) for name, plan in components.items()}
+    codecs = {name: create(codec, options) for name, (codec, options) in chosen.items() if codec}
     return artifact.weights(layers, codecs, device, frozenset(name for name, plan in components.items() if plan.placement == "host"))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lab import ops_gpu
 from lab.artifacts import Stored, Weights
 from lab.cell import ComponentPlan
-from lab.codecs import Codec, Parts, cosine, create, verify_encoding
+from lab.codecs import Codec, Parts, cosine, create, parts_nbytes, verify_encoding
 from lab.codecs.vqf import in_rows
 from lab.counters import Counters
 from lab.engines.strip_limits import COMPONENTS as STRIPPED
@@ -68,7 +68,11 @@ class PathBinder:
         if name in self._embedded and component not in self.codecs:
             placed = [self._packed_parts(component, *one, i == 0, nbytes=0) for i, one in enumerate(self._embedded[name])]
             self.source_codecs[component] |= {codec.name for codec, _, _ in self._embedded[name]}
-            return PackedLinear(*placed, order=None if order is None else order.to(self.device))
+            found = self._fast(ops_gpu.linear, PackedLinear(*placed, order=None if order is None else order.to(self.device)))
+            if not isinstance(found, PackedLinear):  # the kernel has its own copy: now it is held twice
+                for (codec, parts, _), packed in zip(self._embedded[name], placed, strict=True):
+                    self.residency[(component, codec.name, packed.device.type)]["bytes"] += parts_nbytes(parts)
+            return found
         blocks = self.weights.matrix(name)
         if self.strips is not None and self.layer is not None and component in STRIPPED:
             return StripLinear(self._strip(self.strips, component, blocks[0]))
@@ -138,9 +142,12 @@ class PathBinder:
         """The operation through a kernel where `swap` finds one; what computes with each codec, and why not a kernel, is kept as evidence."""
         if self.device.type == "cpu":
             return op
-        found, reason = swap(op, self.dtype)
         stacks = [*op.blocks] if isinstance(op, PackedLinear) else [*op.gate_up, op.down] if isinstance(op, PackedExperts) else [op.weight]
-        for packed in stacks:
+        before = [packed.nbytes() for packed in stacks]
+        found, reason = swap(op, self.dtype)
+        for packed, held in zip(stacks, before, strict=True):
+            # A kernel may hold a weight in more bytes than the file.
+            self.residency[(packed.key[1], packed.codec.name, packed.device.type)]["bytes"] += packed.nbytes() - held
             names = self._computed[f"{packed.codec.name} on {packed.device.type}"]
             names.add("triton" if found is not op else f"torch ({reason})")
             self.kernels[f"{packed.codec.name} on {packed.device.type}"] = ", ".join(sorted(names))
