@@ -64,6 +64,8 @@ def _unsupported(cell: Cell) -> str | None:
         return cell.path.unsupported.strip()
     if cell.path.format == "vqf" and cell.model.arch not in VQF_ARCHITECTURES:
         return f"VQF files hold models of the qwen3 family, not {cell.model.arch}"
+    if other := _other_format(cell):
+        return other
     if not is_expected(cell.device.expect, here := accelerators()):
         return f"device={cell.device.name} is not here: this machine has {', '.join(here) or 'no accelerator'}"
     return None
@@ -83,7 +85,6 @@ def inspect_artifacts(project: Project, cells: Iterable[Cell], force: bool = Fal
             if cell.engine == "server":  # a server has its own files, perhaps on another machine
                 facts |= _served(project, cell, look)
             else:
-                _check_format(cell)
                 try:
                     facts |= look(project.root, cell.model)
                 except ArtifactRefusedError as refused:
@@ -107,19 +108,18 @@ def _served(project: Project, cell: Cell, look: Inspect) -> dict[str, Any]:
         return {}  # the server may read what the lab does not
 
 
-def _check_format(cell: Cell) -> None:
-    """Raises LabError where the path runs another kind of file than the artifact is."""
+def _other_format(cell: Cell) -> str | None:
+    """Why the path does not run this artifact, with what would, or None."""
     wanted, artifact = cell.path.format, cell.model.artifact
-    if wanted is None or artifact.endswith(f".{wanted}"):
-        return
-    if artifact == SYNTHETIC and wanted == "vqf":
-        return  # random blocks of the types that the path assumes
+    if wanted is None or cell.engine == "server" or artifact.endswith(f".{wanted}"):
+        return None
     if artifact == SYNTHETIC:
-        raise LabError(f"path={cell.path.name} runs {wanted.upper()} files; artifact={SYNTHETIC} is for paths that choose their codecs")
+        # Of VQF, random blocks of the types that the path assumes.
+        return None if wanted == "vqf" else f"path={cell.path.name} runs {wanted.upper()} files; artifact={SYNTHETIC} is for paths that choose their codecs"
     options = "--types q8_0" if wanted == "gguf" else "--wmode q8"
     make = f", or make one with python -m lab convert {artifact} {cell.model.name}.{wanted} --to {wanted} {options}"
     possible = cell.model.arch == "qwen4_exp" if wanted == "gguf" else cell.model.arch in VQF_ARCHITECTURES
-    raise LabError(f"path={cell.path.name} runs {wanted.upper()} files, and {artifact} is none: give artifact=FILE.{wanted}{make if possible else ''}")
+    return f"path={cell.path.name} runs {wanted.upper()} files, and {artifact} is none: give artifact=FILE.{wanted}{make if possible else ''}"
 
 
 def _corpus_sha256(file: Path, name: str) -> str:

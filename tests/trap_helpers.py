@@ -77,6 +77,7 @@ class SlowPrefill:
     def __init__(self, prefill_s: float, step_s: float) -> None:
         self.counters, self.prefill_s, self.step_s = Counters(), prefill_s, step_s
         self.now = self.queued = 0.0
+        self.device = torch.device("cuda")
 
     def new_state(self, batch: int, capacity: int) -> ModelState:
         return cast(ModelState, SimpleNamespace(read_bytes=lambda: 1.0))

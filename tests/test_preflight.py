@@ -1,0 +1,35 @@
+"""The gates before any file is read: what a path runs at all, in the words that the record keeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from lab.preflight import clear
+from lab.project import Project
+from lab.record import Status
+from tests.runner_helpers import ROOT, cell_of
+
+PROJECT = Project(root=ROOT, runs=ROOT / "runs")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            ("path=gguf_plugin",),
+            "and experiments/nano is none: give artifact=FILE.gguf, or make one with python -m lab convert experiments/nano nano.gguf --to gguf",
+        ),
+        (("path=gguf_plugin", "artifact=synthetic"), "artifact=synthetic is for paths that choose their codecs"),
+        (("path=kestrel_vqf",), "VQF files hold models of the qwen3 family, not qwen4_exp"),
+        (("model=qwen3_8b", "path=kestrel_vqf"), "--to vqf --wmode q8"),
+        (("model=smollm2", "path=gguf_plugin", "model.artifact=models/folder"), "give artifact=FILE.gguf"),
+    ],
+)
+def test_a_path_for_another_kind_of_file_is_a_gap_that_says_what_would_run(words: tuple[str, ...], reason: str) -> None:
+    stop = clear(PROJECT, cell_of(PROJECT, *words, "device=cpu"), force=False).stop
+    assert stop is not None and stop[0] is Status.UNSUPPORTED and reason in stop[1]
+
+
+@pytest.mark.parametrize("words", [("path=gguf_plugin", "artifact=x.gguf"), ("model=qwen3_8b", "path=kestrel_vqf", "artifact=synthetic"), ("path=expert_q2",)])
+def test_a_path_that_runs_the_file_is_clear(words: tuple[str, ...]) -> None:
+    assert clear(PROJECT, cell_of(PROJECT, *words, "device=cpu"), force=False).stop is None
