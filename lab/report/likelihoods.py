@@ -11,7 +11,7 @@ from typing import Any
 from lab.matrix import Matrix, Row
 from lab.report.language import Language
 from lab.report.markup import Table, escape
-from lab.report.measured import bases, peers
+from lab.report.measured import bases
 from lab.report.numbers import significant
 from lab.report.tables import named
 
@@ -20,8 +20,8 @@ def token_likelihoods(matrix: Matrix, lang: Language) -> Table:
     """One line per cell whose tokens its base has scored, too."""
     against, rows = bases(matrix), []
     for row in matrix.rows:
-        base = against.get(peers(row))
-        ours, theirs = _scores(matrix, row), _scores(matrix, base) if base is not row else None
+        base = against.get(row.key)
+        ours, theirs = _scores(matrix, row), _scores(matrix, base)
         if ours is None or theirs is None or not _same(row, base, ours, theirs):
             continue
         gaps = [a - b for a, b in zip(ours["nll"], theirs["nll"], strict=True)]

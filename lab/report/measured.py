@@ -118,10 +118,19 @@ def speed_metrics(matrix: Matrix) -> list[str]:
     return [name for name in matrix.experiment.metrics if METRICS[name].unit == "tok/s"]
 
 
-def bases(matrix: Matrix) -> dict[tuple[object, ...], Row]:
-    """What each cell is set against, by `peers`: the experiment's baseline, or without one the reference path."""
+def bases(matrix: Matrix) -> dict[str, Row]:
+    """What each cell is set against, by its key: of the experiment's baseline (without one, of the reference path) the cell that is alike and has the same
+    files, or else the files that this cell's were converted from."""
     wanted = matrix.experiment.baseline
-    return {peers(row): row for row in matrix.rows if (matches(row.point, wanted) if wanted else row.cell.path.reference)}
+    chosen = [row for row in matrix.rows if (matches(row.point, wanted) if wanted else row.cell.path.reference)]
+    known = {_peers(row, row.cell.model.artifact): row for row in chosen}
+    found = {}
+    for row in matrix.rows:
+        model = row.cell.model
+        base = known.get(_peers(row, model.artifact)) or known.get(_peers(row, model.source))
+        if base is not None and base is not row:
+            found[row.key] = base
+    return found
 
 
 def base_name(matrix: Matrix, lang: Language) -> str:
@@ -135,8 +144,8 @@ def compare_speeds(matrix: Matrix, lang: Language) -> Table:
     names, against = speed_metrics(matrix), bases(matrix)
     rows, notes = [], []
     for row in matrix.rows:
-        base = against.get(peers(row))
-        if base is None or base is row or not any(matrix.entry(row, name).measurement for name in names):
+        base = against.get(row.key)
+        if base is None or not any(matrix.entry(row, name).measurement for name in names):
             continue
         rows.append([named(matrix, row, lang), *(compare(matrix.entry(row, name), matrix.entry(base, name), lang) for name in names)])
         others = beside(row.current, base.current) if row.current and base.current and base.current.metrics else []
@@ -145,10 +154,9 @@ def compare_speeds(matrix: Matrix, lang: Language) -> Table:
     return Table("", [lang("column.path"), *(title(name, lang) for name in names)], rows, words=1 + len(names), notes=notes)
 
 
-def peers(row: Row) -> tuple[object, ...]:
-    """Cells with the same value may be set against each other."""
-    model = row.cell.model
-    return model.name, model.source or model.artifact, row.cell.layers, row.cell.device.name, row.cell.bench, row.cell.placement, row.cell.mode
+def _peers(row: Row, files: str) -> tuple[object, ...]:
+    """Cells with the same value, each with its files, may be set against each other."""
+    return row.cell.model.name, files, row.cell.layers, row.cell.device.name, row.cell.bench, row.cell.placement, row.cell.mode
 
 
 def compare(mine: Entry, base: Entry, lang: Language) -> str:

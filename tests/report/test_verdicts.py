@@ -9,18 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.compose import compose_cells
 from lab.errors import LabError
 from lab.experiment import Experiment
 from lab.matrix import build_matrix
+from lab.project import Project
 from lab.record import Measurement, Status
 from lab.report.capacity import NO_CAPACITY
 from lab.report.claims import Claims, judge_claims
-from lab.report.measured import compare_speeds, noisy, steps
+from lab.report.measured import bases, compare_speeds, noisy, steps
 from lab.report.overview import questions, target_sections
 from lab.report.tables import references
 from lab.report.verdicts import fixed, judge, judge_target, straddles
 from tests.matrix_helpers import PROVENANCE, SMALL, cell, complete, compose, measured, record, small
 from tests.report.support import EN, ladder, section, text_of
+from tests.runner_helpers import ROOT
 
 TARGET = "targets:\n  - {metric: pp512_tok_s, comparison: '>=', value: 90, unit: tok/s, source: the post, where: {layers: 6}}\n"
 VALUE = """  - id: close
@@ -250,3 +253,19 @@ def test_wide_repeats_are_called_noisy(experiment: Experiment) -> None:
 
 def test_claims_of_an_experiment_without_any_are_none(tmp_path: Path) -> None:
     assert judge_claims(build_matrix(small(tmp_path), [], compose), NO_CAPACITY, EN) == Claims((), ())
+
+
+def test_a_baseline_is_the_cell_on_the_same_files_before_the_one_on_their_source(tmp_path: Path) -> None:
+    """One engine's cell on a converted file is set against the other engine's on that file, not against the one on the original."""
+    text = SMALL.split("axes:")[0] + (
+        "baseline: {engine: llama_cpp}\ncells:\n"
+        + "".join(
+            f"  - {{path: gguf_plugin, layers: 6, artifact: {name}, engine: {engine}}}\n" for name in ("a.gguf", "b.gguf") for engine in ("local", "llama_cpp")
+        )
+        + "metrics: [pp512_tok_s]\n"
+    )
+    matrix = build_matrix(small(tmp_path, text), [], lambda words: compose_cells(words, Project(root=ROOT, runs=tmp_path))[0])
+    found = {row.key: base for row in matrix.rows if (base := bases(matrix).get(row.key))}
+    ours = [row for row in matrix.rows if row.cell.engine == "local"]
+    assert [found[row.key].cell.model.artifact for row in ours] == ["a.gguf", "b.gguf"] and len(found) == 2
+    assert all(found[row.key].cell.engine == "llama_cpp" for row in ours)
