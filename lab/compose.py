@@ -189,7 +189,7 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
         raise LabError("model.geometry: must be the path of a config.json, or left out")
     config["model"] = model = _with_artifact(project, model, config.pop("artifact", None))
     config["engine"] = _engine(config)
-    total = model_layers(project, model["artifact"], geometry, str(model.get("source", "")))
+    total = model_layers(project, model["artifact"], str(model.get("geometry", "")), str(model.get("source", "")))
     config["layers"] = _layers(config.get("layers"), str(model.get("name")), model["artifact"], total)
     try:
         cell = Cell.model_validate(config)
