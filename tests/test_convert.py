@@ -95,10 +95,10 @@ def test_the_command_writes_and_refuses_to_overwrite(source: Path, tmp_path: Pat
         (["a", "b", "--to", "gguf"], "--types"),
         (["a", "--to", "gguf", "--types", "q8_0"], "target"),
         (["a", "b", "--to", "gguf", "--types", "q8_0", "--fast"], "--fast"),
-        (["a.gguf", "b", "--to", "gguf", "--types", "q8_0"], "GGUF to GGUF is not supported"),
-        (["a", "b", "--to", "gguf", "--types", "q8_0", "--device", "abacus"], "--device abacus: not usable here"),
-        (["a", "b", "--to", "gguf", "--types", "nine"], "--types nine: no such file"),
-        (["no-such-folder", "b", "--to", "gguf", "--types", "q8_0"], "no-such-folder: no such artifact folder"),
+        (["a.gguf", "b.gguf", "--to", "gguf", "--types", "q8_0"], "GGUF to GGUF is not supported"),
+        (["a", "b.gguf", "--to", "gguf", "--types", "q8_0", "--device", "abacus"], "--device abacus: not usable here"),
+        (["a", "b.gguf", "--to", "gguf", "--types", "nine"], "--types nine: no such file"),
+        (["no-such-folder", "b.gguf", "--to", "gguf", "--types", "q8_0"], "no-such-folder: no such artifact folder"),
     ],
 )
 def test_a_wrong_command_is_one_line(words: list[str], said: str) -> None:
@@ -221,3 +221,10 @@ def test_ids_without_a_token_are_unused_ones(tmp_path: Path) -> None:
     assert tokens[0] == "<|endoftext|>" and kinds[0] == 3  # type: ignore[index]
     rows = torch.from_numpy(opened.raw("token_embd.weight").copy()).view(torch.float32)
     assert rows.shape == (2563, 64)
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model", "model-00001-of-00003.gguf"])
+def test_a_name_that_nothing_would_take_for_a_gguf_file_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+    with pytest.raises(LabError, match=r"name the file with \.gguf, and not as a shard"):
+        convert_command([str(NANO), str(tmp_path / name), "--to", "gguf", "--types", "q8_0"])
+    assert not list(tmp_path.iterdir())

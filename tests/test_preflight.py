@@ -30,6 +30,8 @@ def test_a_path_for_another_kind_of_file_is_a_gap_that_says_what_would_run(words
     assert stop is not None and stop[0] is Status.UNSUPPORTED and reason in stop[1]
 
 
-@pytest.mark.parametrize("words", [("model=nano", "path=gguf_plugin", "artifact=x.gguf"), ("model=qwen3_8b", "path=kestrel_vqf", "artifact=synthetic"), ("path=expert_q2",)])
+@pytest.mark.parametrize(
+    "words", [("model=nano", "path=gguf_plugin", "artifact=x.gguf"), ("model=qwen3_8b", "path=kestrel_vqf", "artifact=synthetic"), ("path=expert_q2",)]
+)
 def test_a_path_that_runs_the_file_is_clear(words: tuple[str, ...]) -> None:
     assert clear(PROJECT, cell_of(PROJECT, *words), force=False).stop is None

@@ -7,6 +7,7 @@ What it does not prove: that a model in fewer bits is any good. `python -m lab r
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -36,6 +37,11 @@ nothing is left.
 Exit: 0, 2."""
 
 
+_ONE_FILE = ("gguf", "vqf")
+"""Formats of a single file, known by its name."""
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise LabError(f"convert: {message} (python -m lab convert --help)")
@@ -53,5 +59,7 @@ def convert_command(argv: Sequence[str]) -> int:
     parser.add_argument("target", type=Path)
     target.add_arguments(parser)
     arguments = parser.parse_args(argv)
+    if arguments.to in _ONE_FILE and (arguments.target.suffix != f".{arguments.to}" or _SHARD.search(arguments.target.name)):
+        raise LabError(f"convert: {arguments.target}: name the file with .{arguments.to}, and not as a shard (-00001-of-00003); others go by that")
     code: int = target.run(arguments.source, arguments.target, arguments)
     return code
