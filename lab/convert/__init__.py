@@ -37,8 +37,8 @@ nothing is left.
 Exit: 0, 2."""
 
 
-_ONE_FILE = ("gguf", "vqf")
-"""Formats of a single file, known by its name."""
+_ONE_FILE = ("gguf",)
+"""Formats of a single file, known by its name. A VQF target may be a folder, which then holds config.json and tokenizer.json, too."""
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 
 

@@ -21,7 +21,6 @@ from lab.codecs.vqf import VQF_CODECS, in_rows
 from lab.compose import compose_cells
 from lab.engines.local import LocalEngine
 from lab.engines.local_attempt import LocalAttempt
-from lab.errors import LabError
 from lab.kernels import native
 from lab.preflight import clear, inspect_artifacts
 from lab.project import Project
@@ -104,7 +103,8 @@ def test_a_file_of_another_layout_still_tells_its_depth_and_only_a_vqf_file_is_t
     words = ["model=qwen3_2b", "path=kestrel_vqf", "device=cpu"]
     (cell,) = compose_cells([*words, "artifact=models/m.vqf"], project)
     assert cell.layers == 3 and inspect_artifacts(project, [cell])[cell.hash]["refused"]["lines"]
-    with pytest.raises(LabError, match=r"path=kestrel_vqf runs VQF files, and models/hf is none"):
-        inspect_artifacts(project, compose_cells([*words, "artifact=models/hf"], project))
+    (folder,) = compose_cells([*words, "artifact=models/hf"], project)
+    stop = clear(project, folder, force=False).stop
+    assert stop is not None and stop[0] is Status.UNSUPPORTED and "path=kestrel_vqf runs VQF files, and models/hf is none" in stop[1]
     (nano,) = compose_cells(["model=nano", "path=kestrel_vqf", "device=cpu", "layers=3"], project)
     assert clear(project, nano, force=False).stop == (Status.UNSUPPORTED, "VQF files hold models of the qwen3 family, not qwen4_exp")
