@@ -11,6 +11,7 @@ from lab.artifacts.checkpoint import Checkpoint
 from lab.artifacts.hf import HfArtifact, HfWeights
 from lab.artifacts.inspection import corpus_facts, load_tokenizer
 from lab.artifacts.synthetic import SyntheticArtifact
+from lab.artifacts.vqf_flags import FILE_NAMES
 from lab.artifacts.weights import Artifact, Stored, Weights
 from lab.cell import SYNTHETIC, ModelSpec
 from lab.errors import LabError
@@ -30,8 +31,6 @@ __all__ = [
 ]
 
 
-VQF_NAMES = ("model.vqf", "weights.vqf", "vllm.vqf")
-"""Files by which a folder is a VQF model, where it is not a safetensors one."""
 TEXT_TOKENIZER = Path("experiments/nano")
 """Whose tokenizer reads texts for synthetic weights, which have none: it ships with the project, and its ids fit every vocabulary."""
 
@@ -55,7 +54,7 @@ def open_artifact(path: Path, arch: str) -> Artifact:
                 f"{path}: general.architecture is {found.architecture}, but the model is {arch}; choose its model=, or model=gguf for what the file says"
             )
         return found
-    if path.suffix == ".vqf" or (path.is_dir() and not (path / "model.safetensors").is_file() and any((path / name).is_file() for name in VQF_NAMES)):
+    if path.suffix == ".vqf" or (path.is_dir() and not (path / "model.safetensors").is_file() and any((path / name).is_file() for name in FILE_NAMES)):
         from lab.artifacts.vqf import VqfArtifact
 
         vqf = VqfArtifact(path)

@@ -6,7 +6,6 @@ Apart from `checkpoint`, which reads tensors by name and knows no codec.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from lab.codecs import create
 from lab.codecs.e4m3 import from_release
 from lab.errors import LabError
 from lab.models import ModelConfig, read_config
+from lab.models.fields import config_json
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _WIDER = {torch.float16: "gguf:F16", torch.float32: "gguf:F32"}
@@ -41,7 +41,7 @@ class HfArtifact:
 
     def config(self) -> ModelConfig:
         """Sizes from config.json. Raises LabError naming the field."""
-        return read_config(self.arch, config_json(self.path), str(self.path / "config.json"))
+        return read_config(self.arch, config_json(self.path / "config.json"), str(self.path / "config.json"))
 
     def weights(self) -> HfWeights:
         """The tensors. Raises LabError naming a file that is missing or truncated."""
@@ -111,17 +111,3 @@ class HfWeights:
             return Stored(source, source.encode(stored), tuple(stored.shape))
         except LabError as error:
             raise LabError(f"{self.where}: {name}: {error}") from None
-
-
-def config_json(folder: Path) -> dict[str, Any]:
-    """The folder's config.json, parsed. Raises LabError where it is missing or no JSON object."""
-    path = folder / "config.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LabError(f"{path}: no such file; an artifact folder needs the checkpoint's config.json") from None
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LabError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise LabError(f"{path}: expected an object of fields")
-    return data

@@ -17,13 +17,10 @@ from lab.artifacts.inspection import digests, load_tokenizer
 from lab.artifacts.vqf_arch import fields_of_arch
 from lab.artifacts.vqf_beside import config_beside
 from lab.artifacts.vqf_file import Progress, VqfFile
-from lab.artifacts.vqf_flags import X8, Engine, check_layout, names
+from lab.artifacts.vqf_flags import FILE_NAMES, X8, Engine, check_layout, names
 from lab.artifacts.vqf_weights import VqfWeights
 from lab.errors import LabError
 from lab.models import ModelConfig, inventory, read_config
-
-FILE_NAMES = ("model.vqf", "weights.vqf", "vllm.vqf")
-"""Where a folder's file is looked for, in Kestrel's order."""
 
 
 class VqfArtifact:

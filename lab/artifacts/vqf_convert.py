@@ -21,19 +21,20 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from lab.artifacts.hf import HfArtifact, config_json
+from lab.artifacts.hf import HfArtifact
 from lab.artifacts.inspection import load_tokenizer
-from lab.artifacts.vqf import FILE_NAMES, vqf_path
+from lab.artifacts.vqf import vqf_path
 from lab.artifacts.vqf_arch import fields_of_arch
 from lab.artifacts.vqf_beside import config_beside
 from lab.artifacts.vqf_file import Progress, VqfFile
-from lab.artifacts.vqf_flags import LAYOUT, names, parse_layout
+from lab.artifacts.vqf_flags import FILE_NAMES, LAYOUT, names, parse_layout
 from lab.artifacts.vqf_plan import WMODES
 from lab.artifacts.vqf_relayout import Relaid, relayout
 from lab.artifacts.vqf_weights import Q8_LAYOUTS, VqfWeights
 from lab.artifacts.vqf_writer import Written, write_vqf
 from lab.console import console
 from lab.errors import LabError
+from lab.models.fields import config_json
 from lab.models.transformer.config import TransformerConfig, from_dict
 
 _DEFAULT_LAYOUT = 0x3  # what Kestrel's engine expects as it is configured by default
@@ -94,7 +95,7 @@ def _encoded(source: Path, path: Path, wmode: str, layout: int | None, progress:
         artifact = GgufArtifact(source)
         bos = artifact.gguf.metadata.get("tokenizer.ggml.bos_token_id", 0)
     else:
-        data = config_json(source)
+        data = config_json(source / "config.json")
         artifact = HfArtifact(source, "qwen3")  # one reader for all plain transformers; model_type decides
         bos = {**data, **(data.get("text_config") or {})}.get("bos_token_id")
     config = artifact.config()

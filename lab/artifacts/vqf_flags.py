@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from lab.errors import ArtifactRefusedError, LabError
 
+FILE_NAMES = ("model.vqf", "weights.vqf", "vllm.vqf")
+"""Where a folder's file is looked for, in Kestrel's order."""
+
 Q8_8X8, Q4_4X4, X8, Q4I, G256 = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 4
 EMB_F16, VISION, ENCRYPTED, SIGNED, MOE = 1 << 5, 1 << 6, 1 << 7, 1 << 8, 1 << 9
 

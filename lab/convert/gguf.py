@@ -23,7 +23,7 @@ from rich.table import Table
 
 from lab.artifacts.gguf import open_gguf
 from lab.artifacts.gguf_writer import MetaValue, Planned, TensorSink, writing
-from lab.artifacts.hf import HfArtifact, config_json
+from lab.artifacts.hf import HfArtifact
 from lab.codecs import create, verify_encoding
 from lab.codecs.gguf import PART
 from lab.codecs.gguf_types import TYPES, GgufType
@@ -33,6 +33,7 @@ from lab.convert.gguf_plan import TypePlan, find_plan, read_plan
 from lab.convert.gguf_tensors import Outgoing, outgoing
 from lab.convert.gguf_vocabulary import vocabulary
 from lab.errors import LabError, flat
+from lab.models.fields import config_json
 from lab.models.qwen4_exp.config import MODEL_TYPES, Qwen4ExpConfig
 from lab.project import find_project, say
 
@@ -76,7 +77,7 @@ def run(source: Path, target: Path, arguments: argparse.Namespace) -> int:
 def convert(source: Path, target: Path, plan_path: Path, force: bool = False, device: str = "cpu") -> dict[str, _Sum]:
     """Writes the checkpoint folder `source` to `target` by the plan, encoding on `device`; returns what was written, by type. Raises LabError in one line."""
     plan, place = read_plan(plan_path), _device(device)
-    data = config_json(source) if source.is_dir() else {}
+    data = config_json(source / "config.json") if source.is_dir() else {}
     if source.is_dir() and data.get("model_type") not in MODEL_TYPES:
         raise LabError(f"{source / 'config.json'}: model_type {data.get('model_type')!r}; only qwen4_exp can be written as GGUF yet")
     if target.is_dir() or (target.exists() and not force):

@@ -27,10 +27,11 @@ from torch import Tensor
 from lab.artifacts.gguf_model import GgufArtifact
 from lab.artifacts.hf import HfArtifact
 from lab.artifacts.inspection import load_tokenizer
-from lab.artifacts.vqf import FILE_NAMES, vqf_path
+from lab.artifacts.vqf import vqf_path
 from lab.artifacts.vqf_arch import fields_of_arch
 from lab.artifacts.vqf_beside import config_beside
 from lab.artifacts.vqf_file import VqfFile
+from lab.artifacts.vqf_flags import FILE_NAMES
 from lab.artifacts.vqf_weights import Q8_LAYOUTS, VqfWeights
 from lab.artifacts.weights import Stored, Weights
 from lab.console import console

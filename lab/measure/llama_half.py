@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from lab.errors import LabError
-from lab.measure.scoring import Forward, chosen, mean_and_stderr
+from lab.measure.perplexity import perplexity_of
+from lab.measure.scoring import Forward, chosen
 from lab.metrics import METRICS
 from lab.record import Measurement
 
-_LARGEST_NLL = 700.0
-"""exp of more than this is no float."""
 _DECIMALS = 5
 """Of a kept likelihood: far below what two sound engines differ by."""
 _ROWS = 64
@@ -56,18 +55,14 @@ def llama_half(forward: Forward, ids: Tensor, bos: int | None, context: int, chu
         found += [_nll(rows, targets) for rows, targets in zip(logits.split(_ROWS), row[first + 1 :].split(_ROWS), strict=True)]
     nll = torch.cat(found)
     chunk = torch.arange(len(cut)).repeat_interleave(context - 1 - first)
-    if not bool(torch.isfinite(nll).all()):
-        raise ValueError(f"negative log-likelihood is not finite from chunk {int(chunk[~torch.isfinite(nll)][0])} on")
-    mean, stderr = mean_and_stderr(nll, chunk)
-    if mean > _LARGEST_NLL:
-        raise ValueError(f"mean negative log-likelihood is {mean:.4g} nat: the perplexity is no finite number")
-    ppl, count = math.exp(mean), len(nll)
+    ppl, stderr, mean = perplexity_of(nll, chunk, "chunk")
+    count = len(nll)
     known = METRICS["ppl_llama_half"]
     measured = Measurement(
         value=ppl,
         unit=known.unit,
         protocol=known.protocol,
-        stderr=None if stderr is None else ppl * stderr,
+        stderr=stderr,
         details={
             **details,
             "context": context,

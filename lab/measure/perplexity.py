@@ -21,6 +21,18 @@ _LARGEST_NLL = 700.0
 """exp of more than this is no float."""
 
 
+def perplexity_of(nll: Tensor, unit: Tensor, name: str) -> tuple[float, float | None, float]:
+    """(perplexity, its standard error or None, mean negative log-likelihood in nat) of likelihoods float64 [n], the units [n] (each a `name`) taken as
+    independent. Raises ValueError when a likelihood is not finite, or the perplexity no number."""
+    if not bool(torch.isfinite(nll).all()):
+        raise ValueError(f"negative log-likelihood is not finite from {name} {int(unit[~torch.isfinite(nll)][0])} on")
+    mean, stderr = mean_and_stderr(nll, unit)
+    if mean > _LARGEST_NLL:
+        raise ValueError(f"mean negative log-likelihood is {mean:.4g} nat: the perplexity is no finite number")
+    ppl = math.exp(mean)
+    return ppl, None if stderr is None else ppl * stderr, mean
+
+
 @dataclass
 class PerplexityTally:
     """Collects scored batches; `metrics` turns them into measurements. `token_bytes` as in `Corpus`."""
@@ -40,19 +52,14 @@ class PerplexityTally:
     def metrics(self, details: dict[str, object]) -> dict[str, Measurement]:
         """{ppl, bits_per_byte}; the latter only where token ids spell bytes. Raises ValueError when a likelihood is not finite."""
         nll, window = torch.cat(self.nll), torch.cat(self.window)
-        if not bool(torch.isfinite(nll).all()):
-            raise ValueError(f"negative log-likelihood is not finite from window {int(window[~torch.isfinite(nll)][0])} on")
-        mean, stderr = mean_and_stderr(nll, window)
-        if mean > _LARGEST_NLL:
-            raise ValueError(f"mean negative log-likelihood is {mean:.4g} nat: the perplexity is no finite number")
-        ppl = math.exp(mean)
+        ppl, stderr, mean = perplexity_of(nll, window, "window")
         shared = {**details, "scored_tokens": len(nll), "windows": len(window.unique()), "nll_mean_nat": mean}
         found = {
             "ppl": Measurement(
                 value=ppl,
                 unit="ppl",
                 protocol=METRICS["ppl"].protocol,
-                stderr=None if stderr is None else ppl * stderr,
+                stderr=stderr,
                 details={**shared, "stderr_method": "delta method over windows"},
             )
         }

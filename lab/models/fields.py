@@ -5,9 +5,24 @@ Every architecture's config reader goes through it, so that a file with a string
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from lab.errors import LabError
+
+
+def config_json(path: Path) -> dict[str, Any]:
+    """A checkpoint's config.json, parsed. Raises LabError where it is missing or no JSON object."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LabError(f"{path}: no such file; an artifact folder needs the checkpoint's config.json") from None
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise LabError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise LabError(f"{path}: expected an object of fields")
+    return data
 
 
 class Fields:

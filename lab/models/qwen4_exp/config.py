@@ -7,13 +7,12 @@ defined (another rotary type, an unknown activation) is refused by name rather t
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lab.errors import LabError
-from lab.models.fields import Fields
+from lab.models.fields import Fields, config_json
 
 LINEAR = "linear_attention"
 _MOST_LAYERS = 4096
@@ -95,13 +94,7 @@ class Qwen4ExpConfig:
 
 def from_file(path: Path) -> Qwen4ExpConfig:
     """Reads `config.json`. Raises LabError naming the file and the field that is missing or not supported."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LabError(f"{path}: no such file; an artifact folder needs the checkpoint's config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LabError(f"{path}: not valid JSON ({error})") from None
-    return from_dict(data, str(path))
+    return from_dict(config_json(path), str(path))
 
 
 def from_dict(data: dict[str, Any], where: str = "config") -> Qwen4ExpConfig:
