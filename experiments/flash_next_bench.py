@@ -25,7 +25,20 @@ from lab.cell import Cell
 from lab.codecs import create
 from lab.compose import compose_cells
 from lab.engines.local import LocalEngine
-from lab.kernels import attention_step, delta_step, experts, hyper_step, rows_step, trunk
+from lab.kernels import (
+    attention_step,
+    backend,
+    chain_verify,
+    delta_step,
+    experts,
+    hyper_step,
+    mixer_step,
+    moe_step,
+    ngram_step,
+    project_step,
+    rows_step,
+    trunk,
+)  # fmt: skip
 from lab.kernels.delta_step import DeltaWeights, reference_delta
 from lab.kernels.experts import LowBitExperts, reference_experts
 from lab.kernels.experts_bf16 import Bf16Experts
@@ -93,6 +106,16 @@ def check_rows(batch: int) -> Iterator[Error]:
     yield f"share B={batch}", relative_error(share, torch.sigmoid(logits[:, 512:].float()))
 
 
+def check_chain(batch: int) -> Iterator[Error]:
+    """Every launch of the chained step."""
+    sizes = chain_verify.Sizes(batch, STREAMS, HIDDEN, DTYPE, DEVICE)
+    yield from chain_verify.check_mixer(sizes, RANK)
+    yield from chain_verify.check_project(sizes, 16384, 96, 6144)
+    yield from chain_verify.check_moe(sizes, create("q2_g32"), 512, 640, 10)
+    yield from chain_verify.check_moe(sizes, create("w3_levels"), 512, 640, 10)
+    yield from chain_verify.check_inject(sizes, 4, 3)
+
+
 def check_grouped(name: str, tokens: int) -> Iterator[Error]:
     """Grouped experts at true widths, few experts."""
     count, width, k = 12, 640, 3
@@ -116,7 +139,7 @@ def checks() -> bool:
     """All kernel checks; prints failures and the worst error."""
     found: list[Error] = []
     for batch in (1, 4, 8):
-        found += [*check_mixer(batch), *check_delta(batch), *check_rows(batch)]
+        found += [*check_mixer(batch), *check_delta(batch), *check_rows(batch), *check_chain(batch)]
     for name in ("q2_g32", "w3_levels", "q2_levels", "bf16"):
         for tokens in (17, 150):
             found += check_grouped(name, tokens)
@@ -210,24 +233,29 @@ def speed(engine: LocalEngine) -> None:
 
 
 def profile(engine: LocalEngine) -> None:
-    """Device time of one step by kernel, every launch alone, so that a kernel's time is its own; then what each way of overlapping gives."""
+    """Device time of one step by kernel, every launch alone, so that a kernel's time is its own; then what each way of overlapping gives, and the step that
+    is no chain."""
     text = torch.randint(1, 200000, (4, 513))
-    alone = [mock.patch.object(module, "launch_options", dict) for module in (hyper_step, delta_step, attention_step, rows_step, experts, trunk)]
-    ahead = {size: mock.patch.object(step, "AHEAD_BYTES", size) for size in (0, 1, 30_000_000)}
-    serial = mock.patch.object(step, "SECOND_STREAM", False)
-    variants: dict[str, list[Any]] = {
-        "none of it": [serial, ahead[0], *alone], "all of it": [], "nothing fetched ahead": [ahead[0]], "no projections ahead": [ahead[1]],
-        "30 MB ahead": [ahead[30_000_000]], "one stream, nothing ahead": [serial, ahead[0]], "no overlapped launches": alone,
-    }  # fmt: skip
+    modules = (attention_step, delta_step, hyper_step, rows_step, experts, trunk, mixer_step, moe_step, project_step, ngram_step)
+    alone = [mock.patch.object(module, "launch_options", dict) for module in modules]
+    late = mock.patch.object(backend, "EARLY", False)
+    variants: dict[str, list[Any]] = {"nothing overlaps": [late, *alone], "next one starts after the wait": [late], "as it is": []}
     for title, patches in variants.items():
-        engine.graphs.forget()
-        with ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(patch)
-            for batch in (1, 4):
-                state = decode(engine, text[:batch], title)
-                if title == "none of it":
-                    by_kernel(f"the same, {batch} sequences", lambda state=state, batch=batch: engine.logits(text[:batch, -1:], state))
+        _profile(engine, text, title, patches, not engine.graphs.launches)
+    with torch.no_grad():
+        engine.graphs._step = step.DecodeStep(engine.model, engine.device, engine.dtype)  # type: ignore[arg-type]
+    _profile(engine, text, "no chain", [], False)
+
+
+def _profile(engine: LocalEngine, text: Tensor, title: str, patches: list[Any], kernels: bool) -> None:
+    engine.graphs.forget()
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        for batch in (1, 4):
+            state = decode(engine, text[:batch], title)
+            if kernels:
+                by_kernel(f"the same, {batch} sequences", lambda state=state, batch=batch: engine.logits(text[:batch, -1:], state))
 
 
 def decode(engine: LocalEngine, text: Tensor, title: str) -> Any:

@@ -18,8 +18,11 @@ from lab.counters import Counters
 from lab.errors import LabError, flat
 from lab.models import Model, State
 from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
-from lab.ops_gpu import unavailable
+from lab.models.transformer.model import Transformer, TransformerState
+from lab.ops_gpu import DISABLED, unavailable
 
+Kept = ModelState | TransformerState
+"""States that can be cleared, taken over and handed out again with their graph."""
 Mode = Literal["auto", "graph", "eager"]
 MOST_SEQUENCES = 8
 """Batches up to which a step is captured: what the decode kernels are made for."""
@@ -31,8 +34,8 @@ _WARM_RUNS = 2
 class StepGraph:
     """The captured step of one state. `launches`: operations on the device in one step, counted by the profiler; None where it could not."""
 
-    def __init__(self, step: Any, state: ModelState, batch: int, counters: Counters, pool: Any, count: bool) -> None:
-        """Captures; leaves `state` cleared. Raises what torch raises where something in the step cannot be captured."""
+    def __init__(self, step: Any, state: Kept, batch: int, counters: Counters, pool: Any, count: bool, spoil: bool = False) -> None:
+        """Captures; leaves `state` cleared. Raises what torch raises where something in the step cannot be captured; `spoil` adds a wait, which cannot."""
         device = step.device
         self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
@@ -47,10 +50,12 @@ class StepGraph:
         torch.cuda.current_stream(device).wait_stream(side)
         with counters.recording() as self.recording, torch.cuda.graph(self.graph, pool=pool):
             self.logits = step(self.ids, state, self.position)
+            if spoil:
+                torch.cuda.synchronize(device)
             self.position += 1
         state.reset()
 
-    def __call__(self, ids: Tensor, state: ModelState) -> Tensor:
+    def __call__(self, ids: Tensor, state: Kept) -> Tensor:
         """ids [B, 1] -> logits [B, 1, V]; advances `state`. Raises LabError when it is full."""
         if state.length >= state.capacity:
             raise LabError(f"{state.length} + 1 tokens do not fit a state of {state.capacity}")
@@ -72,35 +77,43 @@ class PromptGraph:
         """Captures. The same shape must have run before, so that its kernels are compiled."""
         self.ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
         state = model.new_state(batch, tokens, device, dtype)
-        assert isinstance(state, ModelState)
+        assert isinstance(state, Kept)
         self.state, self.graph = state, torch.cuda.CUDAGraph()
         with counters.recording() as self.recording, torch.cuda.graph(self.graph):
             self.state.reset()
             self.logits = model.logits(self.ids, self.state, True)
 
-    def __call__(self, ids: Tensor, state: ModelState) -> Tensor:
+    def __call__(self, ids: Tensor, state: Kept) -> Tensor:
         """ids [B, T] -> logits [B, 1, V] of the last token; fills the empty `state`."""
         self.ids.copy_(ids, non_blocking=True)
         self.graph.replay()
         self.recording.replays += 1
-        state.take(self.state)
+        state.take(self.state)  # type: ignore[arg-type]  # both are of one model
         return self.logits.clone()
 
 
 class Graphs:
     """Makes states, and steps those whose graph it has. Without a reason against it every state of a few sequences gets one."""
 
-    def __init__(self, model: Model, device: torch.device, dtype: torch.dtype, counters: Counters, mode: Mode) -> None:
+    def __init__(self, model: Model, device: torch.device, dtype: torch.dtype, counters: Counters, mode: Mode, disable: str | None = None) -> None:
+        """`disable`: `graph` makes every capture fail, `kernels` leaves steps and prompts with the plain operations."""
+        self.spoil, self.kernels = disable == "graph", disable != "kernels"
         self.model, self.device, self.dtype, self.counters = model, device, dtype, counters
         self.reason = "mode=eager" if mode == "eager" else self._against()
         self.launches: dict[int, int | None] = {}
-        self._held: dict[tuple[int, int], list[tuple[StepGraph, ModelState, weakref.ref[ModelState]]]] = {}
+        self._held: dict[tuple[int, int], list[tuple[StepGraph, Kept, weakref.ref[Kept]]]] = {}
         self._prompts: dict[tuple[int, int], PromptGraph] = {}
         self.prompt_reason: str | None = None
+        self.prompt_pass: dict[str, str] = {}
+        self.step_reason: str | None = None
+        """Why the step is not a chain of overlapping launches, where there could be one."""
         self._step: Any = None
+        self._wide_step: Any = None
         self._pool: Any = None
         if self.reason is None:
             self._prepare()
+        if isinstance(model, Qwen4Exp):
+            self._prepare_prompts(model)
 
     def new_state(self, batch: int, capacity: int) -> State:
         """An empty state, with a graph where there can be one."""
@@ -113,16 +126,20 @@ class Graphs:
                 held[place] = graph, tensors, weakref.ref(given := self._given(graph, tensors))
                 return given
         fresh = self.model.new_state(batch, capacity, self.device, self.dtype)
-        assert isinstance(fresh, ModelState)
+        assert isinstance(fresh, Kept)
         try:
-            graph = StepGraph(self._step, fresh, batch, self.counters, self._pool, batch not in self.launches)
+            graph = StepGraph(self._step_for(batch), fresh, batch, self.counters, self._pool, batch not in self.launches, self.spoil)
         except (RuntimeError, LabError) as error:  # torch raises RuntimeError for whatever a capture forbids
-            self.reason = f"not captured: {flat(error)}"
+            self.reason = f"not captured: {flat(error)}" + (" (disable=graph)" if self.spoil else "")
             return self.model.new_state(batch, capacity, self.device, self.dtype)
         self.launches.setdefault(batch, graph.launches)
         given = self._given(graph, fresh)
         held.append((graph, fresh, weakref.ref(given)))
         return given
+
+    def plain_step(self) -> Any:
+        """What is captured, (ids, state, position) -> logits, to be launched operation by operation on a state without a graph; None where there is none."""
+        return self._step
 
     def forget(self) -> None:
         """Drops the captured steps, so that the next states are captured anew."""
@@ -130,7 +147,7 @@ class Graphs:
 
     def logits(self, ids: Tensor, state: State | None, last_only: bool) -> Tensor | None:
         """Logits [B, 1, V] of one token, or of a prompt's last, by a replay; None where this call has no graph."""
-        if not isinstance(state, ModelState) or state.graph is None:
+        if not isinstance(state, Kept) or state.graph is None:
             return None
         if ids.shape[1] == 1:
             return state.graph(ids, state)
@@ -150,16 +167,20 @@ class Graphs:
 
     def evidence(self) -> dict[str, Any]:
         """{mode: graph or eager, launches_per_step: by number of sequences, reason: why not a graph, or None; prompts: [sequences, tokens] that were
-        captured, prompt_reason: why none could be}."""
+        captured, prompt_reason: why none could be; prompt_pass: what prompts run where there is a choice, or why the plain operations; step: the class of
+        step, step_reason: why not the one whose launches overlap}."""
         return {
             "mode": "eager" if self.reason else "graph",
             "launches_per_step": {str(b): n for b, n in self.launches.items()},
             "reason": self.reason,
             "prompts": [list(shape) for shape in self._prompts],
             "prompt_reason": self.prompt_reason,
+            "prompt_pass": self.prompt_pass,
+            "step": type(self._step).__name__ if self._step is not None else None,
+            "step_reason": self.step_reason,
         }
 
-    def _given(self, graph: StepGraph, tensors: ModelState) -> ModelState:
+    def _given(self, graph: StepGraph, tensors: Kept) -> Kept:
         """The state that a user holds: the same tensors, its own length. Its end is what frees the graph for another."""
         given = copy.copy(tensors)
         given.graph = graph
@@ -168,21 +189,66 @@ class Graphs:
     def _against(self) -> str | None:
         if self.device.type != "cuda":
             return f"graphs need a GPU, not {self.device.type}"
-        if not isinstance(self.model, Qwen4Exp):
+        if not self.kernels:
+            return DISABLED
+        if not isinstance(self.model, Qwen4Exp | Transformer):
             return f"no decode step of fixed shapes for {type(self.model).__name__}"
         return unavailable(self.device, torch.bfloat16)  # the step's own kernels take float32 too
 
     def _prepare(self) -> None:
         from lab.models.qwen4_exp.step import DecodeStep
+        from lab.models.transformer.step import TransformerStep
 
-        assert isinstance(self.model, Qwen4Exp)
+        assert isinstance(self.model, Qwen4Exp | Transformer)
         try:
             with torch.no_grad():
-                self._step = DecodeStep(self.model, self.device, self.dtype)
+                if isinstance(self.model, Transformer):
+                    self._step = TransformerStep(self.model, self.device, self.dtype)
+                else:
+                    self._step = self._chain(self.model) or DecodeStep(self.model, self.device, self.dtype)
         except LabError as error:
             self.reason = flat(error)
             return
         self._pool = torch.cuda.graph_pool_handle()
+
+    def _prepare_prompts(self, model: Qwen4Exp) -> None:
+        """Gives the model its pass of fused kernels for prompts, or notes why the plain operations run."""
+        reason = f"kernels need a GPU, not {self.device.type}" if self.device.type != "cuda" else unavailable(self.device, self.dtype)
+        reason = reason or (None if self.kernels else DISABLED)
+        if reason is None:
+            from lab.models.qwen4_exp.prompt import PromptPass
+
+            try:
+                with torch.no_grad():
+                    model.prompt = PromptPass(model, self.device, self.dtype)
+            except LabError as error:
+                reason = flat(error)
+        self.prompt_pass = {"plain": reason} if reason is not None else model.prompt.evidence()
+
+    def _step_for(self, batch: int) -> Any:
+        """The step that serves so many sequences."""
+        if batch <= getattr(self._step, "most_sequences", batch):
+            return self._step
+        if self._wide_step is None:
+            self._wide_step = self._step.for_more()
+        return self._wide_step
+
+    def _chain(self, model: Qwen4Exp) -> Any:
+        """The step whose launches overlap, or None with the reason kept."""
+        from lab.models.qwen4_exp.chain import ChainStep
+
+        if not CHAINED:
+            self.step_reason = "not asked for"
+            return None
+        try:
+            return ChainStep(model, self.device, self.dtype)
+        except LabError as error:
+            self.step_reason = flat(error)
+            return None
+
+
+CHAINED = True
+"""Whether a step is a chain of overlapping launches where the model allows it."""
 
 
 def _launches(run: Any) -> int | None:

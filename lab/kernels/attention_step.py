@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lab.kernels.backend import interpreted, jit, launch_options, require, require_gpu, use_ptx, wait_for_inputs
+from lab.kernels.backend import chain_ptx, inputs_ready, interpreted, jit, launch_options, let_next_start, require, require_gpu
+from lab.kernels.quads import quad_place
 
 _TILE = 32  # keys per step of one program
 _PIECES = 32  # most programs per sequence and key head
@@ -46,7 +47,8 @@ def _prepare_kernel(
 ) -> None:  # fmt: skip
     """Program (unit, sequence): a query head, a key head, a value head or the index key, in that order."""
     unit, sequence = tl.program_id(0), tl.program_id(1)
-    wait_for_inputs(PTX)
+    let_next_start(PTX)
+    inputs_ready(PTX)
     position = tl.load(position_ptr)
     place = tl.arange(0, D)
     mixed = mixed_ptr + sequence * (HEADS * 2 * D + 2 * KV * D)
@@ -78,7 +80,8 @@ def _attend_kernel(
     """Program (piece, key head, sequence): its keys for the head's query group. part [B, HEADS, PIECES, D], stat [B, HEADS, PIECES, 2]: maximum and sum."""
     number, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     SHARE: tl.constexpr = HEADS // KV
-    wait_for_inputs(PTX)
+    let_next_start(PTX)
+    inputs_ready(PTX)
     length = tl.load(position_ptr) + 1
     start, end = number * piece, tl.minimum((number + 1) * piece, length)
     member, place = tl.arange(0, GROUP), tl.arange(0, D)
@@ -115,11 +118,13 @@ def _attend_kernel(
 @jit
 def _combine_kernel(
     part_ptr: tl.tensor, stat_ptr: tl.tensor, mixed_ptr: tl.tensor, out_ptr: tl.tensor,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr, PTX: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr, QUADS: tl.constexpr, PTX: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (head, sequence): joins the pieces and applies the head's output gate, out [B, HEADS * D]. Pieces beyond the length wrote no part."""
+    """Program (head, sequence): joins the pieces and applies the head's output gate, out [B, HEADS * D], where QUADS float16 in quad order. Pieces beyond
+    the length wrote no part."""
     head, sequence = tl.program_id(0), tl.program_id(1)
-    wait_for_inputs(PTX)
+    let_next_start(PTX)
+    inputs_ready(PTX)
     number, place = tl.arange(0, PIECES), tl.arange(0, D)
     at = (sequence * HEADS + head) * PIECES + number
     top = tl.load(stat_ptr + at * 2)
@@ -128,9 +133,12 @@ def _combine_kernel(
     part = tl.load(part_ptr + at[:, None] * D + place[None, :], mask=(total > 0)[:, None], other=0)
     read = tl.sum(part * share[:, None], axis=0) / tl.sum(total * share, axis=0)
     gate = tl.load(mixed_ptr + sequence * (HEADS * 2 * D + 2 * KV * D) + head * 2 * D + D + place).to(tl.float32)
-    kind: tl.constexpr = out_ptr.dtype.element_ty
-    value = read.to(kind).to(tl.float32) * (1.0 / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out_ptr + (sequence * HEADS + head) * D + place, value.to(kind))
+    kind: tl.constexpr = mixed_ptr.dtype.element_ty
+    value = (read.to(kind).to(tl.float32) * (1.0 / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)).to(kind)
+    if QUADS:
+        tl.store(out_ptr + sequence * (HEADS * D) + quad_place(head * D + place, HEADS * D), value.to(tl.float32).to(tl.float16))
+    else:
+        tl.store(out_ptr + (sequence * HEADS + head) * D + place, value)
 
 
 def refused(heads: int, kv: int, d: int, di: int) -> str | None:
@@ -154,16 +162,17 @@ def prepare(
     require_gpu("attention step", mixed, index, keys)
     query = torch.empty(batch, heads, d, dtype=mixed.dtype, device=mixed.device)
     _prepare_kernel[(heads + 2 * kv + 1, batch)](
-        mixed, index, position, *tables, *norms, query, keys, values, index_keys, capacity, heads, kv, d, di, index.shape[1] - di, rotary, eps, use_ptx(),
+        mixed, index, position, *tables, *norms, query, keys, values, index_keys, capacity, heads, kv, d, di, index.shape[1] - di, rotary, eps, chain_ptx(),
         num_warps=1, **launch_options(),
     )  # fmt: skip
     return query
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, position: Tensor, mixed: Tensor, chosen: Tensor | None = None, block: int = 1, tile: int = _TILE
-) -> Tensor:
-    """query [B, heads, d] over the cache up to and with `position`, gated by mixed's second halves -> [B, heads * d].
+    query: Tensor, keys: Tensor, values: Tensor, position: Tensor, mixed: Tensor, chosen: Tensor | None = None, block: int = 1, tile: int = _TILE,
+    quads: bool = False,
+) -> Tensor:  # fmt: skip
+    """query [B, heads, d] over the cache up to and with `position`, gated by mixed's second halves -> [B, heads * d], where `quads` float16 in quad order.
 
     `chosen` uint8 [B, blocks]: which complete blocks of `block` keys may be seen; the incomplete one always may."""
     batch, capacity, kv, d = keys.shape
@@ -175,8 +184,8 @@ def attend(
     kind = tl.float32 if interpreted() or query.dtype == torch.float32 else tl.bfloat16 if query.dtype == torch.bfloat16 else tl.float16
     _attend_kernel[(pieces, kv, batch)](
         query, keys, values, query if chosen is None else chosen, position, part, stat, capacity, 0 if chosen is None else chosen.shape[1], piece,
-        heads, kv, d, max(16, triton.next_power_of_2(heads // kv)), pieces, tile, chosen is not None, block, kind, use_ptx(), num_warps=4, **launch_options(),
+        heads, kv, d, max(16, triton.next_power_of_2(heads // kv)), pieces, tile, chosen is not None, block, kind, chain_ptx(), num_warps=4, **launch_options(),
     )  # fmt: skip
-    out = torch.empty(batch, heads * d, dtype=query.dtype, device=query.device)
-    _combine_kernel[(heads, batch)](part, stat, mixed, out, heads, kv, d, pieces, use_ptx(), num_warps=4, **launch_options())
+    out = torch.empty(batch, heads * d, dtype=torch.float16 if quads else query.dtype, device=query.device)
+    _combine_kernel[(heads, batch)](part, stat, mixed, out, heads, kv, d, pieces, quads, chain_ptx(), num_warps=4, **launch_options())
     return out

@@ -39,6 +39,15 @@ def use_ptx() -> bool:
     return not interpreted() and _hopper()
 
 
+EARLY = False
+"""Whether a chain's kernels let the next one start before they wait, or after."""
+
+
+def chain_ptx() -> int:
+    """PTX of a chain's kernels: 0 where there is none, 1 to let the next kernel start after the wait, 2 before it."""
+    return (2 if EARLY else 1) if use_ptx() else 0
+
+
 def launch_options() -> dict[str, bool]:
     """Launch keywords for kernels that begin with `wait_for_inputs`: on NVIDIA their launch overlaps the end of the kernel before them."""
     return {"launch_pdl": True} if use_ptx() else {}
@@ -64,6 +73,24 @@ def wait_for_inputs(PTX: tl.constexpr) -> None:
     if PTX:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def let_next_start(PTX: tl.constexpr) -> None:
+    """Where PTX is 2, lets the next kernel of a chain be scheduled, so that it asks for its weights while this one still waits. Safe anywhere, because what
+    the next one reads of others it reads below its own `inputs_ready`, which returns when every kernel before it has ended."""
+    if PTX == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@jit
+def inputs_ready(PTX: tl.constexpr) -> None:
+    """Waits until the kernels before this one have ended and their writes are visible; where PTX is 1, lets the next one be scheduled only then. Above it
+    only what no kernel of the chain writes may be read, and nothing written. Does nothing where PTX is 0."""
+    if PTX:
+        tl.extra.cuda.gdc_wait()
+        if PTX == 1:
+            tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit

@@ -116,21 +116,22 @@ def load_words(words_ptr: tl.tensor, plane: tl.tensor, mask: tl.tensor, BITS: tl
 
 @jit
 def chunk_dot(
-    words: tl.tensor, x_ptr: tl.tensor, mask: tl.tensor, lut_low: tl.tensor, lut_high: tl.tensor, BITS: tl.constexpr, PTX: tl.constexpr, BF16: tl.constexpr
-) -> tl.tensor:
+    words: tl.tensor, x_ptr: tl.tensor, mask: tl.tensor, lut_low: tl.tensor, lut_high: tl.tensor, BITS: tl.constexpr, PTX: tl.constexpr, BF16: tl.constexpr,
+    APART: tl.constexpr = 1,
+) -> tl.tensor:  # fmt: skip
     """float32 [chunks, rows]: sum over the chunk of lut[code] * x (8 bits: of code / 128 * x). `words` as `load_words` gives them; x_ptr int64 pointers
-    [chunks, 1] to 32 activations; `mask` [chunks, 1] says which chunks exist."""
+    [chunks, 1] to 32 activations in 8 quads, APART quads from one to the next; `mask` [chunks, 1] says which chunks exist."""
     if PTX:
         operands = words + (lut_low, lut_high) if BITS < 8 else words  # noqa: RUF005
         for quad in tl.static_range(8):
-            operands = operands + (load_quad(x_ptr + quad, mask, PTX, BF16),)  # noqa: RUF005
+            operands = operands + (load_quad(x_ptr + quad * APART, mask, PTX, BF16),)  # noqa: RUF005
         code: tl.constexpr = _PTX2 if BITS == 2 else _PTX3 if BITS == 3 else _PTX8
         kinds: tl.constexpr = _PTX2_ARGS if BITS == 2 else _PTX3_ARGS if BITS == 3 else _PTX8_ARGS
         return tl.inline_asm_elementwise(code, kinds, operands, dtype=tl.float32, is_pure=True, pack=1)
     else:
         total = tl.zeros(words[0].shape, dtype=tl.float32)
         for i in tl.static_range(32):
-            total += _plain_weight(words, lut_low, lut_high, i, BITS) * _activation(load_quad(x_ptr + i // 4, mask, PTX, BF16), i % 4, BF16)
+            total += _plain_weight(words, lut_low, lut_high, i, BITS) * _activation(load_quad(x_ptr + i // 4 * APART, mask, PTX, BF16), i % 4, BF16)
         return total
 
 

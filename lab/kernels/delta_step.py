@@ -16,26 +16,36 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from lab.kernels.backend import jit, launch_options, require, require_gpu, use_ptx, wait_for_inputs
+from lab.kernels.backend import chain_ptx, inputs_ready, jit, launch_options, let_next_start, require, require_gpu
+from lab.kernels.quads import quad_place, sums
+
+WARPS = 8
+"""Of one head's program: more wait longer for each other, fewer hold too much of the memory each."""
 
 
 @jit
-def _convolved(
-    ring_ptr: tl.tensor, current_ptr: tl.tensor, taps_ptr: tl.tensor, channel: tl.tensor, position: tl.tensor, keep: tl.tensor,
-    WIDE: tl.constexpr, KERNEL: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """silu of the causal convolution at the current token, float32; the current input goes into the ring where `keep`.
+def _past(
+    ring_ptr: tl.tensor, taps_ptr: tl.tensor, channel: tl.tensor, position: tl.tensor, WIDE: tl.constexpr, KERNEL: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The past inputs' share of the causal convolution at the current token, float32, and the current input's tap.
 
     A tile of [KERNEL, channels] and a sum over it, not a loop over taps: from a loop the compiler makes every thread load all its rows' taps anew, 128
     scattered loads for queries and keys."""
     tap = tl.arange(0, KERNEL)[:, None]
     here = channel[None, :]
-    current = tl.load(current_ptr + channel)
     past = tl.load(ring_ptr + (position + 1 + tap) % KERNEL * WIDE + here, mask=(tap < KERNEL - 1) & (here >= 0), other=0).to(tl.float32)
-    taps = tl.load(taps_ptr + tap * WIDE + here)
-    total = tl.sum(taps * tl.where(tap < KERNEL - 1, past, current.to(tl.float32)[None, :]), axis=0)
+    return tl.sum(tl.load(taps_ptr + tap * WIDE + here) * past, axis=0), tl.load(taps_ptr + (KERNEL - 1) * WIDE + channel)
+
+
+@jit
+def _convolved(
+    ring_ptr: tl.tensor, current_ptr: tl.tensor, past: tl.tensor, tap: tl.tensor, channel: tl.tensor, position: tl.tensor, keep: tl.tensor,
+    WIDE: tl.constexpr, KERNEL: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """silu of the convolution, float32; the current input goes into the ring where `keep`."""
+    current = tl.load(current_ptr + channel)
     tl.store(ring_ptr + position % KERNEL * WIDE + channel, current, mask=channel < tl.where(keep, WIDE, 0))
-    rounded = total.to(current.dtype).to(tl.float32)
+    rounded = (past + tap * current.to(tl.float32)).to(current.dtype).to(tl.float32)
     return (rounded / (1.0 + tl.exp(-rounded))).to(current.dtype).to(tl.float32)
 
 
@@ -44,48 +54,65 @@ def _delta_kernel(
     x_ptr: tl.tensor, mixed_ptr: tl.tensor, position_ptr: tl.tensor, ring_ptr: tl.tensor, memory_ptr: tl.tensor, gates_ptr: tl.tensor, taps_ptr: tl.tensor,
     a_log_ptr: tl.tensor, bias_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor, EPS: tl.constexpr,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KERNEL: tl.constexpr,
-    SIGMOID: tl.constexpr, PTX: tl.constexpr,
+    SIGMOID: tl.constexpr, CHAINED: tl.constexpr, PTX: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (value head, sequence). mixed [B, qkv | z]; ring [B, KERNEL, qkv]; memory [B, HEADS, DK, DV]; gates [2 HEADS, HIDDEN], decay rows first."""
+    """Program (value head, sequence). mixed [B, qkv | z]; ring [B, KERNEL, qkv]; memory [B, HEADS, DK, DV]; gates [2 HEADS, HIDDEN], decay rows first, or
+    where CHAINED their products x [B, 2 HEADS]; out natural, or where CHAINED float16 in quad order. State and position were written by an earlier step."""
+    let_next_start(PTX)
     head, sequence = tl.program_id(0), tl.program_id(1)
     KEYS: tl.constexpr = HEADS // SHARE * DK
     WIDE: tl.constexpr = 2 * KEYS + HEADS * DV
-    column = tl.arange(0, BLOCK)
-    inside = column < HIDDEN
-    decay_row = tl.load(gates_ptr + head * HIDDEN + column, mask=inside, other=0)
-    beta_row = tl.load(gates_ptr + (HEADS + head) * HIDDEN + column, mask=inside, other=0)
     dk, dv = tl.arange(0, DK), tl.arange(0, DV)
     here = memory_ptr + (sequence * HEADS + head).to(tl.int64) * (DK * DV) + dk[:, None] * DV + dv[None, :]
     memory = tl.load(here)
+    ring, current = ring_ptr + sequence * (KERNEL * WIDE), mixed_ptr + sequence * (WIDE + HEADS * DV)
+    position = tl.load(position_ptr)
+    key = head // SHARE * DK + dk
+    q_past, q_tap = _past(ring, taps_ptr, key, position, WIDE, KERNEL)
+    k_past, k_tap = _past(ring, taps_ptr, KEYS + key, position, WIDE, KERNEL)
+    v_past, v_tap = _past(ring, taps_ptr, 2 * KEYS + head * DV + dv, position, WIDE, KERNEL)
     rate = -tl.exp(tl.load(a_log_ptr + head))
     bias = tl.load(bias_ptr + head)
     weight = tl.load(norm_ptr + dv)
-    wait_for_inputs(PTX)
-    position = tl.load(position_ptr)
-    x = tl.load(x_ptr + sequence * HIDDEN + column, mask=inside, other=0)
-    kind: tl.constexpr = x.dtype
-    a = tl.sum(decay_row.to(tl.float32) * x.to(tl.float32), axis=0).to(kind).to(tl.float32) + bias
-    b = tl.sum(beta_row.to(tl.float32) * x.to(tl.float32), axis=0).to(kind).to(tl.float32)
+    kind: tl.constexpr = mixed_ptr.dtype.element_ty
+    if CHAINED:
+        inputs_ready(PTX)
+        a = tl.load(x_ptr + sequence * (2 * HEADS) + head).to(tl.float32)
+        b = tl.load(x_ptr + sequence * (2 * HEADS) + HEADS + head).to(tl.float32)
+    else:
+        column = tl.arange(0, BLOCK)
+        inside = column < HIDDEN
+        decay_row = tl.load(gates_ptr + head * HIDDEN + column, mask=inside, other=0)
+        beta_row = tl.load(gates_ptr + (HEADS + head) * HIDDEN + column, mask=inside, other=0)
+        inputs_ready(PTX)
+        x = tl.load(x_ptr + sequence * HIDDEN + column, mask=inside, other=0)
+        a = tl.sum(decay_row.to(tl.float32) * x.to(tl.float32), axis=0).to(kind).to(tl.float32)
+        b = tl.sum(beta_row.to(tl.float32) * x.to(tl.float32), axis=0).to(kind).to(tl.float32)
+    a += bias
     beta = 1.0 / (1.0 + tl.exp(-b))
     decay = tl.exp(rate * tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(a))))  # torch's softplus switches at 20
-    ring, current = ring_ptr + sequence * (KERNEL * WIDE), mixed_ptr + sequence * (WIDE + HEADS * DV)
     first = head % SHARE == 0
-    q = _convolved(ring, current, taps_ptr, head // SHARE * DK + dk, position, first, WIDE, KERNEL)
-    k = _convolved(ring, current, taps_ptr, KEYS + head // SHARE * DK + dk, position, first, WIDE, KERNEL)
-    v = _convolved(ring, current, taps_ptr, 2 * KEYS + head * DV + dv, position, head >= 0, WIDE, KERNEL)
-    q = q * tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (DK**-0.5)
-    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-    memory = memory * decay
-    error = beta * (v - tl.sum(memory * k[:, None], axis=0))
-    memory += k[:, None] * error[None, :]
-    tl.store(here, memory)
-    read = tl.sum(memory * q[:, None], axis=0).to(kind).to(tl.float32)
-    normed = (read * tl.rsqrt(tl.sum(read * read, axis=0) / DV + EPS)).to(kind).to(tl.float32) * weight
+    q = _convolved(ring, current, q_past, q_tap, key, position, first, WIDE, KERNEL)
+    k = _convolved(ring, current, k_past, k_tap, KEYS + key, position, first, WIDE, KERNEL)
+    v = _convolved(ring, current, v_past, v_tap, 2 * KEYS + head * DV + dv, position, head >= 0, WIDE, KERNEL)
     z = tl.load(current + WIDE + head * DV + dv).to(tl.float32)
+    # What the new memory gives for q is what the old one gives, decayed, and (k . q) times the correction: so one pass over the old one serves both.
+    square = sums((q * q, k * k, q * k, q * 0.0), 0, 4, PTX)
+    seen = sums((memory * k[:, None], memory * q[:, None]), 0, 2, PTX)
+    q_rate, k_rate = tl.rsqrt(square[0] + 1e-6) * (DK**-0.5), tl.rsqrt(square[1] + 1e-6)
+    error = beta * (v - decay * k_rate * seen[0])
+    tl.store(here, memory * decay + (k * k_rate)[:, None] * error[None, :])
+    read = (decay * q_rate * seen[1] + q_rate * k_rate * square[2] * error).to(kind).to(tl.float32)
+    normed = (read * tl.rsqrt(tl.sum(read * read, axis=0) / DV + EPS)).to(kind).to(tl.float32) * weight
     gate = 1.0 / (1.0 + tl.exp(-z))
     if not SIGMOID:
         gate *= z
-    tl.store(out_ptr + (sequence * HEADS + head) * DV + dv, (normed * gate).to(kind))
+    value = (normed * gate).to(kind)
+    place = head * DV + dv
+    if CHAINED:
+        tl.store(out_ptr + sequence * (HEADS * DV) + quad_place(place, HEADS * DV), value.to(tl.float32).to(tl.float16))
+    else:
+        tl.store(out_ptr + sequence * (HEADS * DV) + place, value)
 
 
 @dataclass(frozen=True)
@@ -109,10 +136,12 @@ def refused(key_heads: int, heads: int, dk: int, dv: int, kernel: int) -> str | 
     return None if powers and fits else f"delta step: heads of {dk} x {dv} and {kernel} taps are no powers of two up to 128 x 128"
 
 
-def delta_step(x: Tensor, mixed: Tensor, position: Tensor, ring: Tensor, memory: Tensor, weights: DeltaWeights) -> Tensor:
+def delta_step(x: Tensor, mixed: Tensor, position: Tensor, ring: Tensor, memory: Tensor, weights: DeltaWeights, chained: bool = False) -> Tensor:
     """x [B, hidden] (the block's input), mixed [B, qkv + z] (its projections), position int32 [1] -> gated output [B, heads * dv] in x's dtype.
 
-    ring [B, kernel, qkv] in x's dtype and memory float32 [B, heads, dk, dv] are advanced in place. Raises LabError on shapes that do not fit.
+    `chained`: x is [B, 2 heads], the gates' products, and the output is float16 in quad order. Position and state must be written before the chain of
+    overlapping launches that this one is part of. ring [B, kernel, qkv] in x's dtype and memory float32 [B, heads, dk, dv] are advanced in place. Raises
+    LabError on shapes that do not fit.
     """
     batch, heads, dk, dv = memory.shape
     kernel, wide = ring.shape[1:]
@@ -121,11 +150,12 @@ def delta_step(x: Tensor, mixed: Tensor, position: Tensor, ring: Tensor, memory:
     require(all(t.is_contiguous() for t in (x, mixed, ring, memory, weights.gates, weights.taps)), "delta step", "needs contiguous tensors")
     require((reason := refused(key_heads, heads, dk, dv, kernel)) is None, "delta step", reason or "")
     require_gpu("delta step", x, mixed, ring, memory)
-    out = torch.empty(batch, heads * dv, dtype=x.dtype, device=x.device)
+    require(not chained or (x.shape == (batch, 2 * heads) and heads * dv % 32 == 0), "delta step", f"gates {list(x.shape)} or heads of {dv} in a chain")
+    out = torch.empty(batch, heads * dv, dtype=torch.float16 if chained else x.dtype, device=x.device)
     _delta_kernel[(heads, batch)](
         x, mixed, position, ring, memory, weights.gates, weights.taps, weights.a_log, weights.dt_bias, weights.norm, out, weights.eps,
-        x.shape[1], triton.next_power_of_2(x.shape[1]), heads, heads // key_heads, dk, dv, kernel, weights.gate == "sigmoid", use_ptx(),
-        num_warps=16 if dk * dv > 4096 else 4, **launch_options(),
+        x.shape[1], triton.next_power_of_2(x.shape[1]), heads, heads // key_heads, dk, dv, kernel, weights.gate == "sigmoid", chained, chain_ptx(),
+        num_warps=WARPS if dk * dv > 4096 else 4, **launch_options(),
     )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels of a decode step and of grouped experts for sm_90 and gfx1201 without a GPU, as JSON: `python -m tests.kernels.step_aot`.
+"""Compiles the kernels of a decode step for sm_90 and gfx1201 without a GPU, as JSON: `python -m tests.kernels.step_aot`.
 
 Why a program: kernels compile only where they were not defined for the interpreter. What it does not prove: that the code runs, or how fast.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import triton.language as tl
 
-from lab.kernels import attention_step, delta_step, experts_prefill, hyper_step, prefetch_step, rows_step
+from lab.kernels import attention_step, cache_step, delta_step, hyper_step, prefetch_step, residual_step, rows_step
 from tests.kernels.aot import TARGETS, instructions
 
 
@@ -42,16 +42,35 @@ def cases(target: str) -> dict[str, tuple[Any, dict[str, Any], dict[str, int]]]:
         found[f"mix up M={tokens}"] = hyper_step._up_kernel, {**up, "GROUPS": 3, "GROUP_CHUNKS": 4, "WIDTH": 128}, {"num_warps": 8}
     delta = {**streams, "position_ptr": "*i32", **{f"{n}_ptr": "*fp32" for n in ("memory", "taps", "a_log", "bias", "norm")}, "out_ptr": "*bf16", "EPS": 1e-6}
     shape = {"HIDDEN": 2560, "BLOCK": 4096, "HEADS": 48, "SHARE": 3, "DK": 128, "DV": 128, "KERNEL": 4, "SIGMOID": True, "PTX": ptx}
-    found["delta"] = delta_step._delta_kernel, {**delta, **shape}, {"num_warps": 16}
+    found["delta"] = delta_step._delta_kernel, {**delta, **shape, "CHAINED": False}, {"num_warps": delta_step.WARPS}
+    found["delta chained"] = delta_step._delta_kernel, {**delta, **shape, "out_ptr": "*fp16", "CHAINED": True}, {"num_warps": delta_step.WARPS}
     heads = {"HEADS": 24, "KV": 2, "D": 256, "PTX": ptx}
     cache = {f"{n}_ptr": "*bf16" for n in ("mixed", "index", "cos", "sin", "query", "keys", "values", "index_keys", "out")} | {"position_ptr": "*i32"}
     norms = {"q_norm_ptr": "*fp32", "k_norm_ptr": "*fp32", "capacity": "i32", "DI": 128, "INDEX": 512, "ROTARY": 64, "EPS": 1e-6}
     found["prepare"] = attention_step._prepare_kernel, {**cache, **heads, **norms}, {"num_warps": 1}
-    parts = {**cache, **heads, "part_ptr": "*fp32", "stat_ptr": "*fp32", "PIECES": 16, "capacity": "i32", "blocks": "i32", "piece": "i32"}
+    parts = {**cache, **heads, "part_ptr": "*fp32", "stat_ptr": "*fp32", "PIECES": 16, "QUADS": True, "capacity": "i32", "blocks": "i32", "piece": "i32"}
     for select in (False, True):
         attend = {"chosen_ptr": "*u8", "GROUP": 16, "TILE": 32, "SELECT": select, "BLOCK": 4, "KIND": tl.bfloat16}
         found[f"attend select={select}"] = attention_step._attend_kernel, {**parts, **attend}, {"num_warps": 4}
     found["combine"] = attention_step._combine_kernel, parts, {"num_warps": 4}
+    plain = {**parts, **norms, "norm_ptr": "*fp32", "HEADS": 32, "KV": 8, "D": 128, "NORM": True}
+    found["plain prepare"] = cache_step._prepare_kernel, plain, {"num_warps": 1}
+    found["attend plain"] = cache_step._attend_kernel, {**plain, "GROUP": 16, "TILE": 32, "KIND": tl.bfloat16}, {"num_warps": 4}
+    found["plain combine"] = cache_step._combine_kernel, plain, {"num_warps": 4}
+    added = {
+        "x_ptr": "*bf16",
+        "y_ptr": "*bf16",
+        "weight_ptr": "*fp32",
+        "normed_ptr": "*bf16",
+        "HIDDEN": 4096,
+        "BLOCK": 4096,
+        "EPS": 1e-6,
+        "ADD": True,
+        "PTX": ptx,
+    }
+    found["add norm"] = residual_step._norm_kernel, added, {"num_warps": 16}
+    gate = {"both_ptr": "*bf16", "out_ptr": "*bf16", "width": "i32", "BLOCK": 1024, "PTX": ptx}
+    found["gate"] = residual_step._gate_kernel, gate, {"num_warps": 4}
     rows = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16", "rows": "i32", "M": 1, "COLUMNS": 2560, "BLOCK": 4096, "ROWS": 2, "PTX": ptx}
     found["rows"] = rows_step._rows_kernel, rows, {"num_warps": 4}
     choose = {"logits_ptr": "*bf16", "ids_ptr": "*i32", "weights_ptr": "*fp32", "share_ptr": "*fp32", "EXPERTS": 512, "STRIDE": 513, "TOPK": 10, "PLACES": 16}
@@ -59,14 +78,6 @@ def cases(target: str) -> dict[str, tuple[Any, dict[str, Any], dict[str, int]]]:
     if ptx:
         regions = {name: kind for letter in "abcd" for name, kind in ((f"{letter}_ptr", "*i32"), (letter, "i32"))}
         found["prefetch"] = prefetch_step._prefetch_kernel, {**regions, "PROGRAMS": 64, "LANES": 256}, {"num_warps": 8}
-    slots = {"order_ptr": "*i64", "ends_ptr": "*i32", "tile_ends_ptr": "*i32", "weights_ptr": "*fp32", "lut_low": "i32", "lut_high": "i32", **int8}
-    for bits, scale, group in ((2, "*fp16", 1), (3, "*u8", 2)):
-        for block in (16, 128):
-            tile = {**slots, "scale_ptr": scale, "EXPERTS": 512, "EXPERTS_WIDTH": 512, "GROUP_CHUNKS": group, "BITS": bits, "N": 64, "M": block}
-            tile |= {"KIND": tl.bfloat16, "x_ptr": "*bf16", "h_ptr": "*bf16", "out_ptr": "*bf16", "TOPK": 10}
-            options = {"num_warps": 8 if block >= 64 else 4, "num_stages": 2}
-            found[f"grouped gate_up {bits} bit M={block}"] = experts_prefill._gate_up_kernel, {**tile, "WIDTH": 640, "BLOCKS": 40, "CHUNKS": 80}, options
-            found[f"grouped down {bits} bit M={block}"] = experts_prefill._down_kernel, {**tile, "WIDTH": 2560, "BLOCKS": 160, "CHUNKS": 20}, options
     return found
 
 

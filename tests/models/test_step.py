@@ -14,6 +14,8 @@ from lab.artifacts import Checkpoint, HfWeights
 from lab.cell import ComponentPlan
 from lab.counters import Counters
 from lab.engines.path_binder import PathBinder
+from lab.errors import LabError
+from lab.models.qwen4_exp.chain import ChainStep
 from lab.models.qwen4_exp.config import from_file
 from lab.models.qwen4_exp.model import Qwen4Exp
 from lab.models.qwen4_exp.step import DecodeStep
@@ -21,7 +23,7 @@ from tests.models.tiny import text_ids, tiny_model, write_checkpoint
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Many indexer heads: with few, relu makes equal scores, which the plain code on a CPU breaks as torch.topk does and the step by position.
-SIZES = {"indexer_n_heads": 8, "hidden_size": 64, "hc_lowrank": 32, "shared_expert_intermediate_size": 64, "ple_embed_dim": 64}
+SIZES: dict[str, Any] = {"indexer_n_heads": 8, "hidden_size": 64, "hc_lowrank": 32, "shared_expert_intermediate_size": 64, "ple_embed_dim": 64}
 INT8 = {name: ComponentPlan(codec="int8_g128") for name in ("trunk", "head")} | {"experts": ComponentPlan(codec="q2_g32")}
 
 
@@ -37,10 +39,16 @@ def model_of(folder: Path, plan: dict[str, ComponentPlan], dtype: torch.dtype, b
     return Qwen4Exp(from_file(folder / "config.json"), binder(HfWeights(Checkpoint(folder)), plan, DEVICE, dtype, counters)), counters
 
 
-@pytest.mark.parametrize(("plan", "dtype"), [({}, torch.float32), (INT8, torch.float16)], ids=["plain", "kernels"])
+@pytest.mark.parametrize(
+    ("plan", "dtype", "kind"),
+    [({}, torch.float32, DecodeStep), (INT8, torch.float16, DecodeStep), (INT8, torch.float16, ChainStep)],
+    ids=["plain", "kernels", "chain"],
+)
 @torch.no_grad()
-def test_steps_equal_the_forward_code(tmp_path: Path, plan: dict[str, ComponentPlan], dtype: torch.dtype) -> None:
-    write_checkpoint(tmp_path / "m", tiny_model(4, **SIZES), "fused")
+def test_steps_equal_the_forward_code(tmp_path: Path, plan: dict[str, ComponentPlan], dtype: torch.dtype, kind: type[DecodeStep | ChainStep]) -> None:
+    # Two layers, n-grams before the first and attention in the second, hold every part; the interpreter takes many seconds for each.
+    model = tiny_model(4, **SIZES) if dtype == torch.float32 else tiny_model(2, full_attention_interval=2, ple_layer_ids=[1], **SIZES)
+    write_checkpoint(tmp_path / "m", model, "fused")
     plain, counted = model_of(tmp_path / "m", plan, torch.float32, PathBinder)  # the same weights in float32
     fast, counters = model_of(tmp_path / "m", plan, dtype, KernelBinder)
     # The interpreter takes many seconds for a step of kernels, so there it is one token after the shortest prompt that is grouped by expert.
@@ -51,7 +59,7 @@ def test_steps_equal_the_forward_code(tmp_path: Path, plan: dict[str, ComponentP
     states = [model.new_state(batch, capacity, DEVICE, kind) for model, kind in ((plain, torch.float32), (fast, dtype))]
     first = [model.logits(ids[:, :prompt], state) for model, state in zip((plain, fast), states, strict=True)]
     assert relative(first[1], first[0]) < (1e-5 if dtype == torch.float32 else 2e-2)
-    step = DecodeStep(fast, DEVICE, dtype)
+    step = kind(fast, DEVICE, dtype)
     for at in range(prompt, tokens):  # past the indexer's budget of 16 tokens
         want = plain.logits(ids[:, at : at + 1], states[0])
         got = step(ids[:, at : at + 1], states[1], torch.tensor([at], dtype=torch.int32, device=DEVICE))
@@ -59,6 +67,16 @@ def test_steps_equal_the_forward_code(tmp_path: Path, plan: dict[str, ComponentP
     assert [(t["layer"], t["component"], t["op"], t["rows"]) for t in counters.as_list()] == [
         (t["layer"], t["component"], t["op"], t["rows"]) for t in counted.as_list()
     ], "a step must count what the forward code counts"
+
+
+@torch.no_grad()
+def test_a_chain_refuses_what_it_has_no_kernels_for(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "m", tiny_model(2, full_attention_interval=2, ple_layer_ids=[1], **SIZES), "fused")
+    model, _ = model_of(tmp_path / "m", {}, torch.float16, PathBinder)
+    with pytest.raises(LabError, match="float32, not 16-bit"):
+        ChainStep(model, DEVICE, torch.float32)
+    with pytest.raises(LabError, match="a mixer is PackedLinear, not int8"):
+        ChainStep(model, DEVICE, torch.float16)
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -20,8 +20,9 @@ from lab.kernels.experts import LowBitExperts
 from lab.kernels.planes import ROWS, Planes
 from lab.kernels.rows_step import small_product
 from lab.kernels.trunk import Int8Linear
-from lab.ops import PackedLinear
+from lab.ops import Packed, PackedLinear
 from lab.ops_gpu import KernelLinear
+from lab.ops_gpu_blocks import BlockLinear, join
 
 
 def joined(planes: Sequence[Planes], dim: int) -> Planes | None:
@@ -50,11 +51,14 @@ class Stacked:
     def __init__(self, *ops: Any) -> None:
         self.ops = ops
         self.whole: Int8Linear | None = None
+        self.blocks = join(ops)
         if all(isinstance(op, KernelLinear) for op in ops) and (planes := joined([op.int8.planes for op in ops], 2)) is not None:
             _share(ops, planes, 2)
             self.whole = Int8Linear(planes)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.blocks is not None:
+            return self.blocks(x)
         if self.whole is None or x.element_size() != 2:
             found = [op(x) for op in self.ops]
             return found[0] if len(found) == 1 else torch.cat(found, -1)
@@ -63,17 +67,23 @@ class Stacked:
         return self.whole(x)
 
 
+def _decoded(op: PackedLinear | BlockLinear, dtype: torch.dtype) -> Tensor:
+    """The whole matrix [out, in], its row blocks joined and its columns in the order of the activations."""
+    found = [block.decode(block.parts, dtype) if isinstance(block, Packed) else block.matrix.decoded(dtype) for block in op.blocks]
+    whole = torch.cat(found)
+    return whole if op.order is None else torch.empty_like(whole).index_copy_(1, op.order.long(), whole)
+
+
 class Small:
     """Matrices of a few rows, decoded once and stacked, for kernels that read rows themselves. x [B, in] -> [B, sum of out]."""
 
     def __init__(self, dtype: torch.dtype, *ops: Any) -> None:
-        """Raises LabError where a matrix is in several blocks or has its columns in another order."""
-        self.packed = []
+        """Raises LabError for an operation that is no packed matrix."""
         for op in ops:
-            if not isinstance(op, PackedLinear) or len(op.blocks) > 1 or op.order is not None:
-                raise LabError(f"decode step: a small matrix is {type(op).__name__} in several blocks or another column order")
-            self.packed.append(op.blocks[0])
-        self.weight = torch.cat([packed.decode(packed.parts, dtype) for packed in self.packed]).contiguous()
+            if not isinstance(op, PackedLinear | BlockLinear):
+                raise LabError(f"decode step: a small matrix is {type(op).__name__}, not packed")
+        self.packed = [block if isinstance(block, Packed) else block.packed for op in ops for block in op.blocks]
+        self.weight = torch.cat([_decoded(op, dtype) for op in ops]).contiguous()
 
     def count(self, rows: int) -> None:
         """Counts one call."""
