@@ -1,4 +1,4 @@
-"""Routed experts for many tokens: slots sorted by expert on the device, then one tile kernel per product that decodes weights on the way to the matrix units.
+"""Routed experts for many tokens: slots grouped by expert on the device, then one tile kernel per product that decodes weights in the matrix units' registers.
 
 Why: a prompt sends a few dozen tokens to every expert, so each expert's weights are read and decoded once per tile of tokens and never written out. Nothing
 is read back to the host: the grid covers the worst case and programs without a tile leave at once. bf16 stacks go through torch's grouped product.
@@ -7,7 +7,8 @@ What it does not prove: the best tile for a very uneven router, where one expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache
 
 import torch
 import triton
@@ -15,203 +16,125 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from lab.kernels.backend import interpreted, jit, require
-from lab.kernels.chunk import group_scale
+from lab.kernels.backend import interpreted, require, use_ptx
 from lab.kernels.experts import LowBitExperts
 from lab.kernels.experts_bf16 import Bf16Experts
+from lab.kernels.experts_tiles import down_kernel, gate_up_kernel
+from lab.kernels.fragments import arrange_columns, operand_ptx, padded
+from lab.kernels.moe_prefill import Groups, group_slots, sum_slots
 from lab.kernels.planes import CHUNK, Planes
 
 FEW_TOKENS = 8
 """Up to how many tokens a program per slot is used (lab.kernels.experts)."""
-_TILE_N = 64
+Shape = tuple[int, int, int]
+"""(weight rows per program, warps, pipeline stages)."""
+DownShape = tuple[int, int, int, int]
+"""(weight rows per pass, passes per program, warps, pipeline stages)."""
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Slots in the order of their experts. `order` int64 [slots]: slot number by place; `ends` int32 [E]: places up to and with each expert;
-    `tile_ends` int32 [E]: tiles of `block` places up to and with each expert; `tiles`: the most there can be."""
-
-    order: Tensor
-    ends: Tensor
-    tile_ends: Tensor
-    block: int
-    tiles: int
+def run_of(block: int) -> int:
+    """Runs of an operand's columns (lab.kernels.fragments): with 16 places the units of one warp are twice as fast as those of four."""
+    return 4 if block == 16 else 2
 
 
-def group_slots(ids: Tensor, experts: int) -> Groups:
-    """ids integer [T, k], all in 0..experts-1 -> Groups, without waiting for the device."""
-    flat = ids.flatten()
-    slots = flat.numel()
-    block = min(128, max(16, triton.next_power_of_2(-(-3 * slots // (2 * experts)))))
-    order = flat.argsort(stable=True)
-    counts = torch.zeros(experts, dtype=torch.int32, device=ids.device).scatter_add_(0, flat.long(), torch.ones_like(flat, dtype=torch.int32))
-    tile_ends = ((counts + block - 1) // block).cumsum(0).to(torch.int32)
-    return Groups(order, counts.cumsum(0).to(torch.int32), tile_ends, block, min(slots, -(-slots // block) + experts))
+def gate_up_shape(block: int) -> Shape:
+    """The launch shapes of the first product by places of a tile."""
+    return (64, 2, 3) if block == 16 else (64, 4, 3)
 
 
-@jit
-def _low_shift(position: tl.tensor) -> tl.tensor:
-    """First bit of the low code at positions 0..15 of its word, as planes.code_bits."""
-    pair = position // 2
-    return 4 * (4 * (pair % 4 // 2) + pair % 2 + 2 * (position % 2)) + 2 * (pair // 4)
+def down_shape(block: int) -> DownShape:
+    """The same for the second product, whose loop over 640 columns is too short to be filled and emptied for every block of rows."""
+    return (64, 5, 2, 3) if block == 16 else (128, 1, 4, 3)
 
 
-@jit
-def _high_shift(position: tl.tensor) -> tl.tensor:
-    """Bit of the third code bit at positions 0..31, as planes.code_bits."""
-    return 4 * (4 * (position // 2 % 4 // 2) + position // 2 % 2 + 2 * (position % 2)) + 2 * (position // 16) + position // 2 % 8 // 4
-
-
-@jit
-def _weights(
-    words_ptr: tl.tensor, scale_ptr: tl.tensor, start: tl.tensor, used: tl.tensor, lut_low: tl.tensor, lut_high: tl.tensor,
-    CHUNKS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """float32 [N, 128]: four chunks from `start` of N rows, level times scale. `words_ptr`, `scale_ptr` [N] point to each row's first word and scale."""
-    plane: tl.constexpr = CHUNKS * 16
-    word = tl.arange(0, 8)
-    mask = used[:, None] & ((start + word // 2) < CHUNKS)[None, :]
-    low = tl.load(words_ptr[:, None] + ((word % 2) * plane + (start + word // 2) * 16)[None, :], mask=mask, other=0)
-    code = (low[:, :, None] >> _low_shift(tl.arange(0, 16))[None, None, :]) & 3
-    code = code.reshape([N, 4, 32])
-    chunk = start + tl.arange(0, 4)
-    inside = used[:, None] & (chunk < CHUNKS)[None, :]
-    if BITS == 3:
-        high = tl.load(words_ptr[:, None] + (2 * plane + chunk * 16)[None, :], mask=inside, other=0)
-        code = code | (((high[:, :, None] >> _high_shift(tl.arange(0, 32))[None, None, :]) & 1) << 2)
-        byte = (tl.where(code < 4, lut_low, lut_high) >> ((code & 3) * 8)) & 0xFF
-    else:
-        byte = (lut_low >> (code * 8)) & 0xFF
-    level = (byte << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    scale = group_scale(scale_ptr[:, None] + (chunk // GROUP_CHUNKS * 16)[None, :], inside)
-    return (level * scale[:, :, None]).reshape([N, 128])
-
-
-@jit
-def _tile(tile: tl.tensor, ends_ptr: tl.tensor, tile_ends_ptr: tl.tensor, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """(expert, first place, end place) of a tile; expert EXPERTS where the tile does not exist."""
-    numbers = tl.arange(0, WIDTH)
-    tile_ends = tl.load(tile_ends_ptr + numbers, mask=numbers < EXPERTS, other=2147483647)
-    expert = tl.sum((tile_ends <= tile).to(tl.int32), axis=0)
-    held = expert < EXPERTS
-    first_tile = tl.load(tile_ends_ptr + expert - 1, mask=held & (expert > 0), other=0)
-    first = tl.load(ends_ptr + expert - 1, mask=held & (expert > 0), other=0)
-    end = tl.load(ends_ptr + expert, mask=held, other=0)
-    return expert, first + (tile - first_tile) * BLOCK, end
-
-
-@jit
-def _gate_up_kernel(
-    x_ptr: tl.tensor, order_ptr: tl.tensor, ends_ptr: tl.tensor, tile_ends_ptr: tl.tensor,
-    words_ptr: tl.tensor, scale_ptr: tl.tensor, unit_ptr: tl.tensor, out_ptr: tl.tensor, lut_low: tl.tensor, lut_high: tl.tensor,
-    TOPK: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
-    GROUP_CHUNKS: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, KIND: tl.constexpr,
-) -> None:  # fmt: skip
-    """Program (row block, tile): N gate and up rows of the tile's expert for M places -> silu(gate) * up, out [places, WIDTH]."""
-    expert, first, end = _tile(tl.program_id(1), ends_ptr, tile_ends_ptr, EXPERTS, EXPERTS_WIDTH, M)
-    if expert < EXPERTS:
-        place = first + tl.arange(0, M)
-        held = place < end
-        token = tl.load(order_ptr + place, mask=held, other=0) // TOPK
-        row = tl.program_id(0) * N + tl.arange(0, N)
-        used = row // 16 < BLOCKS
-        groups: tl.constexpr = (CHUNKS + GROUP_CHUNKS - 1) // GROUP_CHUNKS
-        block = expert.to(tl.int64) * (2 * BLOCKS) + row // 16
-        words_row = words_ptr + block * (BITS * CHUNKS * 16) + row % 16
-        scale_row = scale_ptr + block * (groups * 16) + row % 16
-        x_row = x_ptr + token * (CHUNKS * 32)
-        gate = tl.zeros([M, N], dtype=tl.float32)
-        up = tl.zeros([M, N], dtype=tl.float32)
-        for start in range(0, CHUNKS, 4):
-            column = start * 32 + tl.arange(0, 128)
-            x = tl.load(x_row[:, None] + column[None, :], mask=held[:, None] & (column < CHUNKS * 32)[None, :], other=0).to(KIND)
-            w = _weights(words_row, scale_row, start, used, lut_low, lut_high, CHUNKS, GROUP_CHUNKS, BITS, N)
-            gate += tl.dot(x, tl.trans(w.to(KIND)))
-            w = _weights(
-                words_row + BLOCKS * BITS * CHUNKS * 16, scale_row + BLOCKS * groups * 16, start, used, lut_low, lut_high, CHUNKS, GROUP_CHUNKS, BITS, N
-            )
-            up += tl.dot(x, tl.trans(w.to(KIND)))
-        unit = tl.load(unit_ptr + expert)
-        gate *= unit
-        value = gate / (1.0 + tl.exp(-gate)) * (up * unit)
-        where = out_ptr + place.to(tl.int64)[:, None] * WIDTH + row[None, :]
-        tl.store(where, value.to(out_ptr.dtype.element_ty), mask=held[:, None] & (row < WIDTH)[None, :])
-
-
-@jit
-def _down_kernel(
-    h_ptr: tl.tensor, order_ptr: tl.tensor, weights_ptr: tl.tensor, ends_ptr: tl.tensor, tile_ends_ptr: tl.tensor,
-    words_ptr: tl.tensor, scale_ptr: tl.tensor, unit_ptr: tl.tensor, out_ptr: tl.tensor, lut_low: tl.tensor, lut_high: tl.tensor,
-    EXPERTS: tl.constexpr, EXPERTS_WIDTH: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
-    GROUP_CHUNKS: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr, M: tl.constexpr, KIND: tl.constexpr,
-) -> None:  # fmt: skip
-    """Program (row block, tile): N outputs for M places times the slots' weights, out [slots, WIDTH] at the slots' own numbers."""
-    expert, first, end = _tile(tl.program_id(1), ends_ptr, tile_ends_ptr, EXPERTS, EXPERTS_WIDTH, M)
-    if expert < EXPERTS:
-        place = first + tl.arange(0, M)
-        held = place < end
-        slot = tl.load(order_ptr + place, mask=held, other=0)
-        row = tl.program_id(0) * N + tl.arange(0, N)
-        used = row // 16 < BLOCKS
-        groups: tl.constexpr = (CHUNKS + GROUP_CHUNKS - 1) // GROUP_CHUNKS
-        block = expert.to(tl.int64) * BLOCKS + row // 16
-        words_row = words_ptr + block * (BITS * CHUNKS * 16) + row % 16
-        scale_row = scale_ptr + block * (groups * 16) + row % 16
-        h_row = h_ptr + place.to(tl.int64) * (CHUNKS * 32)
-        total = tl.zeros([M, N], dtype=tl.float32)
-        for start in range(0, CHUNKS, 4):
-            column = start * 32 + tl.arange(0, 128)
-            h = tl.load(h_row[:, None] + column[None, :], mask=held[:, None] & (column < CHUNKS * 32)[None, :], other=0).to(KIND)
-            w = _weights(words_row, scale_row, start, used, lut_low, lut_high, CHUNKS, GROUP_CHUNKS, BITS, N)
-            total += tl.dot(h, tl.trans(w.to(KIND)))
-        share = tl.load(weights_ptr + slot, mask=held, other=0).to(tl.float32) * tl.load(unit_ptr + expert)
-        where = out_ptr + slot[:, None] * WIDTH + row[None, :]
-        tl.store(where, (total * share[:, None]).to(out_ptr.dtype.element_ty), mask=held[:, None] & (row < WIDTH)[None, :])
-
-
-def grouped_experts(experts: LowBitExperts | Bf16Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """x [T, hidden] 16-bit, ids integer [T, k] in 0..E-1, weights [T, k] -> weighted sum over the slots, [T, hidden] in x's dtype."""
+def grouped_experts(experts: LowBitExperts | Bf16Experts, x: Tensor, ids: Tensor, weights: Tensor, between: Callable[[], object] = lambda: None) -> Tensor:
+    """x [T, hidden] 16-bit, ids integer [T, k] in 0..E-1, weights [T, k] -> weighted sum over the slots, [T, hidden] in x's dtype. `between` is called when
+    the last launch that reads gate and up has been made and none that reads down: stacks that stream through a buffer come and go on their own."""
     if isinstance(experts, Bf16Experts):
-        return _grouped_bf16(experts, x, ids, weights)
-    first, second = experts.gate_up_planes, experts.down_planes
+        return _grouped_bf16(experts, x, ids, weights, between)
+    return sum_slots(slot_outputs(experts, x.contiguous(), ids, weights.contiguous(), between), ids.shape[1])
+
+
+def slot_outputs(experts: LowBitExperts, x: Tensor, ids: Tensor, weights: Tensor, between: Callable[[], object] = lambda: None) -> Tensor:
+    """The same before the sum, [T * k, hidden]: every slot's weighted output. Raises LabError on another width or dtype."""
+    first = experts.gate_up_planes
     require(x.ndim == 2 and x.shape[1] == first.cols and x.element_size() == 2, "experts prefill", f"x is {x.dtype} {list(x.shape)}")
     groups = group_slots(ids, len(first.words))
-    kind = tl.float32 if interpreted() else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
-    h = torch.empty(ids.numel(), first.rows, dtype=x.dtype, device=x.device)
-    y = torch.empty(ids.numel(), second.rows, dtype=x.dtype, device=x.device)
-    warps = 8 if groups.block >= 64 else 4
-    placed = groups.ends, groups.tile_ends
-    _gate_up_kernel[(triton.cdiv(first.rows, _TILE_N), groups.tiles)](
-        x.contiguous(), groups.order, *placed, first.words, first.scale, first.unit, h, *first.lut_words(), ids.shape[1], *_sizes(first), _TILE_N,
-        groups.block, kind, num_warps=warps, num_stages=2,
+    h = gate_up(first, arrange_columns(x, run_of(groups.block)), groups, ids.shape[1])
+    between()
+    return down(experts.down_planes, h, groups, weights)
+
+
+def gate_up(planes: Planes, x: Tensor, groups: Groups, k: int, shape: Shape | None = None) -> Tensor:
+    """Arranged x [T, padded hidden] -> arranged silu(gate) * up by place, [slots, padded width] in x's dtype."""
+    width = padded(planes.rows)
+    h = torch.empty(len(groups.order), width, dtype=x.dtype, device=x.device)
+    rows, warps, stages = shape or gate_up_shape(groups.block)
+    gate_up_kernel[(width // rows, len(groups.tiles))](
+        x, groups.order, groups.tiles, *_tensors(planes), h, k, width, *_constants(planes, x.dtype), rows, *_places(groups.block),
+        run_of(groups.block), _kind(x.dtype), use_ptx(), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    _down_kernel[(triton.cdiv(second.rows, _TILE_N), groups.tiles)](
-        h, groups.order, weights.contiguous(), *placed, second.words, second.scale, second.unit, y, *second.lut_words(), *_sizes(second), _TILE_N,
-        groups.block, kind, num_warps=warps, num_stages=2,
+    return h
+
+
+def down(planes: Planes, h: Tensor, groups: Groups, weights: Tensor, shape: DownShape | None = None) -> Tensor:
+    """Arranged h [slots, padded width] by place, weights [T, k] -> weighted outputs by slot, [slots, hidden] in h's dtype."""
+    y = torch.empty(len(groups.order), planes.rows, dtype=h.dtype, device=h.device)
+    rows, passes, warps, stages = shape or down_shape(groups.block)
+    passes = min(passes, triton.cdiv(planes.rows, rows))
+    down_kernel[(triton.cdiv(planes.rows, rows * passes), len(groups.tiles))](
+        h, groups.order, weights, groups.tiles, *_tensors(planes), y, planes.rows, *_constants(planes, h.dtype), rows, passes, *_places(groups.block),
+        run_of(groups.block), _kind(h.dtype), use_ptx(), num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return y.view(*ids.shape, -1).sum(1)
+    return y
 
 
-def _sizes(planes: Planes) -> tuple[int, ...]:
-    """EXPERTS, EXPERTS_WIDTH, WIDTH, BLOCKS, CHUNKS, GROUP_CHUNKS, BITS."""
-    count = len(planes.words)
-    return count, triton.next_power_of_2(count), planes.rows, planes.words.shape[2], planes.cols // CHUNK, planes.group // CHUNK, planes.bits
+def _places(block: int) -> tuple[int, int]:
+    """M and EXTRA: a tile's places as one or two powers of two."""
+    most = 1 << (block.bit_length() - 1)
+    return most, block - most
 
 
-def _grouped_bf16(experts: Bf16Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _kind(dtype: torch.dtype) -> tl.dtype:
+    """What is multiplied: the activations' dtype; float32 in the interpreter, whose bfloat16 is wrong."""
+    if interpreted():
+        return tl.float32
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
+
+
+@cache
+def _shifts(per: int, device: torch.device) -> Tensor:
+    """int32: how far each of `per` scales in a word must be shifted down."""
+    return torch.arange(per, dtype=torch.int32, device=device) * (32 // per)
+
+
+def _tensors(planes: Planes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Words, scales as words, shifts, units."""
+    return planes.words, planes.scale.view(torch.int32), _shifts(4 // planes.scale.element_size(), planes.words.device), planes.unit
+
+
+def _constants(planes: Planes, dtype: torch.dtype) -> tuple[int | str, ...]:
+    """BLOCKS, CHUNKS, GROUP_CHUNKS, BITS, STORED, LUT, ASM0, ASM1."""
+    stored = 8 * planes.scale.element_size() * (-1 if planes.scale.dtype == torch.bfloat16 else 1)
+    ptx = (operand_ptx(planes.lut, planes.bits, half, dtype == torch.bfloat16) if use_ptx() else "" for half in (0, 1))
+    return planes.words.shape[2], planes.cols // CHUNK, planes.group // CHUNK, planes.bits, stored, planes.lut, *ptx
+
+
+def _grouped_bf16(experts: Bf16Experts, x: Tensor, ids: Tensor, weights: Tensor, between: Callable[[], object]) -> Tensor:
     """bf16 stacks through torch's grouped product; one product per expert where torch has none for this device."""
     count = len(experts.down_weight)
     groups = group_slots(ids, count)
-    sorted_x = x[groups.order // ids.shape[1]]
+    order = groups.order.long()
+    sorted_x = x[order // ids.shape[1]]
     grouped = getattr(torch, "_grouped_mm", None)
     y = torch.empty(ids.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     if grouped is not None and x.is_cuda and x.dtype == torch.bfloat16:
         gate, up = grouped(sorted_x, experts.gate_up_weight.transpose(1, 2), offs=groups.ends).chunk(2, -1)
-        y[groups.order] = grouped(silu(gate) * up, experts.down_weight.transpose(1, 2), offs=groups.ends)
+        between()
+        y[order] = grouped(silu(gate) * up, experts.down_weight.transpose(1, 2), offs=groups.ends)
     else:
-        start = 0
-        for expert, end in enumerate(groups.ends.tolist()):
-            gate, up = linear(sorted_x[start:end], experts.gate_up_weight[expert].to(x.dtype)).chunk(2, -1)
-            y[groups.order[start:end]] = linear(silu(gate) * up, experts.down_weight[expert].to(x.dtype))
-            start = end
+        pieces = sorted_x.split(torch.diff(groups.ends.cpu(), prepend=torch.zeros(1, dtype=torch.int32)).tolist())
+        both = [linear(piece, matrix.to(x.dtype)).chunk(2, -1) for piece, matrix in zip(pieces, experts.gate_up_weight, strict=True)]
+        between()
+        y[order] = torch.cat([linear(silu(gate) * up, matrix.to(x.dtype)) for (gate, up), matrix in zip(both, experts.down_weight, strict=True)])
     return (y.view(*ids.shape, -1) * weights.to(x.dtype).unsqueeze(-1)).sum(1)

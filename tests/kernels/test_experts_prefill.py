@@ -10,7 +10,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from lab.codecs import create
 from lab.kernels.experts import LowBitExperts, reference_experts
 from lab.kernels.experts_bf16 import Bf16Experts
-from lab.kernels.experts_prefill import group_slots, grouped_experts
+from lab.kernels.experts_prefill import grouped_experts
+from lab.kernels.moe_prefill import group_slots
 from lab.kernels.planes import repack
 from lab.kernels.verify import poisoned, random_ids, random_parts, relative_error
 from tests.kernels.support import DEVICE
@@ -21,20 +22,22 @@ def test_groups_hold_every_slot_once_in_its_experts_tiles() -> None:
     ids[:20, 0] = 4  # one expert with more places than a tile
     groups = group_slots(ids, 11)
     assert sorted(groups.order.tolist()) == list(range(37 * 3))
-    ends, tile_ends = groups.ends.tolist(), groups.tile_ends.tolist()
+    ends, tiles = [0, *groups.ends.tolist()], groups.tiles.tolist()
+    held = [tile[:3] for tile in tiles if tile[0] >= 0]
+    expected = []
     for expert in range(11):
-        start, end = (ends[expert - 1] if expert else 0), ends[expert]
+        start, end = ends[expert], ends[expert + 1]
         assert all(int(ids.flatten()[slot]) == expert for slot in groups.order[start:end].tolist())
-        assert tile_ends[expert] - (tile_ends[expert - 1] if expert else 0) == -(-(end - start) // groups.block)
-    assert tile_ends[-1] <= groups.tiles
+        expected += [[expert, first, end] for first in range(start, end, groups.block)]
+    assert held == expected == [tile[:3] for tile in tiles[: len(held)]]
 
 
-@pytest.mark.parametrize("name", ["q2_g32", "w3_levels", "q2_levels"])
-def test_low_bit_experts_of_many_tokens(name: str) -> None:
-    codec, experts, hidden, width, tokens, k = create(name), 5, 192, 64, 23, 3
+@pytest.mark.parametrize(("name", "tokens"), [("q2_g32", 29), ("w3_levels", 13), ("q2_levels", 9)])
+def test_low_bit_experts_of_many_tokens(name: str, tokens: int) -> None:
+    codec, experts, hidden, width, k = create(name), 4, 64 if name == "w3_levels" else 96, 64, 2
     first, second = random_parts(codec, (experts, 2 * width, hidden), DEVICE), random_parts(codec, (experts, hidden, width), DEVICE)
     ids, weights = random_ids(tokens, experts, k, DEVICE), torch.rand(tokens, k, device=DEVICE)
-    ids[ids == 2] = 4  # an expert without a token; the other may come twice, which the sum must bear
+    ids[ids == 2] = 3  # an expert without a token; the other may come twice, which the sum must bear
     x = torch.randn(tokens, hidden, device=DEVICE).to(torch.float16)
     want = reference_experts(x, ids, weights, codec.decode(first, hidden), codec.decode(second, width))
     kernel = LowBitExperts(repack(codec, first, hidden, halves=2), repack(codec, second, width))

@@ -33,6 +33,7 @@ class ModelState:
         self.graph: Any = None
         """The captured step on these tensors, where the engine made one (lab.engines.graphs)."""
         self._empty_token = config.eos_token_id
+        self._choice = config.indexer_budget + config.indexer_block
 
     def reset(self) -> None:
         """Empties it in place: addresses stay. Keys beyond the length are never read, so they stay, too."""
@@ -70,6 +71,11 @@ class ModelState:
         """Bytes of state one decode step reads at the present length: keys and values up to it, everything else whole."""
         filled = self.length / self.capacity
         return sum(s.nbytes() * (filled if isinstance(s, AttentionState) else 1) for s in self.layers) + (self.ple.nbytes() if self.ple else 0)
+
+    def chosen_bytes(self) -> float:
+        """Bytes of state one decode step has to read at the present length: as `read_bytes`, but of keys and values what the indexer chooses at most."""
+        spare = max(0, self.length - self._choice) / self.capacity
+        return self.read_bytes() - spare * sum(s.keys.nbytes + s.values.nbytes for s in self.layers if isinstance(s, AttentionState))
 
 
 class Layer:
@@ -121,12 +127,17 @@ class Qwen4Exp:
         self.mixer = HyperMixer(config, bind, "hyper_connection_mixer", combine=False)
         head = "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         self.head = bind.linear(head, config.vocab_size, config.hidden_size, "head")
+        self.prompt: Any = None
+        """The same pass through fused kernels, for several tokens at a time, where the engine found one for its device (lab.models.qwen4_exp.prompt)."""
 
     def hidden(self, ids: Tensor, state: ModelState | None = None, depth: int | None = None) -> Tensor:
         """ids int64 [B, T] -> final hidden states [B, T, H]; advances `state` by T tokens. `depth` stops after the first layers (training).
         Raises LabError when the tokens do not fit the state's capacity."""
         if state is not None and state.length + ids.shape[1] > state.capacity:
             raise LabError(f"{state.length} + {ids.shape[1]} tokens do not fit a state of {state.capacity}")
+        if self.prompt is not None and ids.shape[1] > 1 and depth is None and self.prompt.fits(ids, state):
+            hidden: Tensor = self.prompt(ids, state)
+            return hidden
         streams = self.embed(ids).repeat(1, 1, self.config.hc_count)
         for index, layer in enumerate(self.layers[:depth]):
             streams = layer(streams, ids, state, None if state is None else state.layers[index])
