@@ -6,7 +6,7 @@ operation's name, and one that bypasses the engine's operations shows up as rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,12 +39,29 @@ class Counters:
     def __init__(self) -> None:
         self.kernels: dict[str, set[str]] = {}
         """What computed on the CPU, by "component: op on device", noted where it does: a kernel that stood ready and was not used does not appear."""
+        self.on_recording: list[Callable[[bool], None]] = []
+        """Called at the beginning (True) and the end (False) of a recording, by what counts on the device, where a run that warms up would count, too."""
+        self.sources: list[Callable[[], dict[Key, Tally]]] = []
+        """What counts elsewhere, on a device or in a native job: each returns its totals so far, and may wait for the device."""
         self._tallies: dict[Key, Tally] = {}
         self._recordings: list[Recording] = []
 
     @property
     def tallies(self) -> dict[Key, Tally]:
-        """Totals so far, replays of captured graphs included."""
+        """Totals so far, replays of captured graphs and what counts elsewhere included."""
+        settled = self._settled()
+        if not self.sources:
+            return settled
+        found = {key: Tally(**asdict(one)) for key, one in settled.items()}
+        for source in self.sources:
+            for key, one in source().items():
+                sums = found.setdefault(key, Tally())
+                for field in _FIELDS:
+                    setattr(sums, field, getattr(sums, field) + getattr(one, field))
+        return found
+
+    def _settled(self) -> dict[Key, Tally]:
+        """What was counted here, replays added."""
         for recording in self._recordings:
             for key, one in recording.tallies.items():
                 if recording.replays:
@@ -57,12 +74,16 @@ class Counters:
     @contextmanager
     def recording(self) -> Iterator[Recording]:
         """Counts what runs inside aside: it is added once for every replay of the graph captured there. A replay runs no Python that could count."""
-        held, self._tallies = self.tallies, {}
+        held, self._tallies = self._settled(), {}
         recording = Recording(self._tallies)
+        for told in self.on_recording:
+            told(True)
         try:
             yield recording
         finally:
             self._tallies = held
+            for told in self.on_recording:
+                told(False)
         self._recordings.append(recording)
 
     def add(self, key: Key, rows: int, weight_bytes: int, flops: int) -> None:

@@ -19,6 +19,11 @@ from lab.errors import LabError
 from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
 
 LOW_BIT = ("w3_levels", "q2_levels", "q2_g32")
+TABLES = ("e4m3", "q2_rows")
+DISABLED = "disable=kernels"
+NO_TRITON = "triton is not installed"
+FAULTS = (DISABLED, NO_TRITON)
+"""Reasons to stay with the reference that are no limit of a kernel: where there is one for the weight, the path did not run as it should."""
 _HALVES = (torch.bfloat16, torch.float16)
 _Made = TypeVar("_Made")
 
@@ -26,7 +31,7 @@ _Made = TypeVar("_Made")
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot serve this device and compute dtype, or None."""
     if find_spec("triton") is None:
-        return "triton is not installed"
+        return NO_TRITON
     from lab.kernels.backend import interpreted
 
     if device.type != "cuda" and not interpreted():
@@ -103,17 +108,29 @@ class KernelTable:
 
     kernel = "triton"
 
-    def __init__(self, packed: Packed, dtype: torch.dtype) -> None:
+    def __init__(self, packed: Packed, dtype: torch.dtype, device: torch.device) -> None:
+        """`device`: where rows are wanted; the table may lie in pinned host memory."""
         from lab.kernels.table import Table
 
         self.packed, self.dtype = packed, dtype
-        self.table = Table(packed.codec, packed.parts, packed.shape[-1])
+        self.table = Table(packed.codec, packed.parts, packed.shape[-1], device)
         self._row_bytes = packed.codec.row_bytes(packed.shape[-1])
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., width]."""
         self.packed.count(ids.numel(), 0, ids.numel() * self._row_bytes)
         return self.table(ids, self.dtype)
+
+
+def has_kernel(op: Any) -> bool:
+    """Whether there is a kernel for the operation's codecs and its form; shapes and dtypes that it does not take are another matter."""
+    if isinstance(op, PackedLinear):
+        return bool(_of_files(op.blocks)) or (len(op.blocks) == 1 and op.order is None and op.blocks[0].codec.name == "int8_g128")
+    if isinstance(op, PackedExperts):
+        stacks = (*op.gate_up, op.down)
+        names = {stack.codec.name for stack in stacks}
+        return bool(_of_files(stacks)) or (len(op.gate_up) == 1 and len(names) == 1 and names <= {*LOW_BIT, "bf16"})
+    return op.weight.codec.name in TABLES
 
 
 def linear(op: PackedLinear, dtype: torch.dtype) -> tuple[Any, str | None]:
@@ -155,8 +172,8 @@ def _in_blocks(stacks: Sequence[Packed], op: Any, make: Callable[[ModuleType], A
 
 
 def table(op: PackedTable, dtype: torch.dtype) -> tuple[PackedTable | KernelTable, str | None]:
-    """The same for the n-gram table, which may be in another memory than the rest."""
-    found, reason = _tried(op.weight.device, torch.bfloat16 if dtype == torch.float32 else dtype, lambda: KernelTable(op.weight, op.dtype))
+    """The same for the n-gram table, which may be in another memory than the rest: the kernel reads it there if it is pinned."""
+    found, reason = _tried(op.compute_device, torch.bfloat16 if dtype == torch.float32 else dtype, lambda: KernelTable(op.weight, op.dtype, op.compute_device))
     return found or op, reason
 
 

@@ -20,6 +20,7 @@ from lab.dead_ends import closed_way
 from lab.devices import accelerators, is_expected
 from lab.errors import ArtifactRefusedError, LabError
 from lab.gates import forced, passed
+from lab.placement.kinds import refused_before_loading
 from lab.project import Project
 from lab.record import GateResult, Status
 
@@ -66,6 +67,10 @@ def _unsupported(cell: Cell) -> str | None:
         return f"VQF files hold models of the qwen3 family, not {cell.model.arch}"
     if other := _other_format(cell):
         return other
+    if cell.engine == "transformers" and (why := _not_for_transformers(cell)):
+        return why
+    if refused := refused_before_loading(cell):
+        return refused
     if not is_expected(cell.device.expect, here := accelerators()):
         return f"device={cell.device.name} is not here: this machine has {', '.join(here) or 'no accelerator'}"
     return None
@@ -106,6 +111,15 @@ def _served(project: Project, cell: Cell, look: Inspect) -> dict[str, Any]:
         return look(project.root, cell.model)
     except LabError:
         return {}  # the server may read what the lab does not
+
+
+def _not_for_transformers(cell: Cell) -> str | None:
+    """Why transformers' own model cannot run this cell, or None."""
+    if not cell.path.reference or any(plan.codec != "source" or plan.placement != "device" for plan in cell.path.components.values()):
+        return f"engine=transformers holds weights as they are computed with, and path={cell.path.name} stores them otherwise; use path=reference"
+    if cell.mode == "graph":
+        return "mode=graph: transformers' model is run operation by operation, as its generate() does; use mode=auto"
+    return None
 
 
 def _other_format(cell: Cell) -> str | None:

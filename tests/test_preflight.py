@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lab.compose import compose_cells
+from lab.placement.kinds import refused_before_loading
 from lab.preflight import clear
 from lab.project import Project
 from lab.record import Status
@@ -28,6 +30,24 @@ PROJECT = Project(root=ROOT, runs=ROOT / "runs")
 def test_a_path_for_another_kind_of_file_is_a_gap_that_says_what_would_run(words: tuple[str, ...], reason: str) -> None:
     stop = clear(PROJECT, cell_of(PROJECT, *words), force=False).stop
     assert stop is not None and stop[0] is Status.UNSUPPORTED and reason in stop[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("path=tiered", "device=cpu", "placement.slots=8"), "tiered placement keeps experts in front of a second memory, and device=cpu has only one"),
+        (("path=cpu_cold", "device=cpu", "placement.slots=8"), "cpu_cold placement keeps experts in front of a second memory"),
+        (("path=tiered", "device=h200"), "give placement.slots=N (experts a layer) or placement.resident_layers=N"),
+    ],
+)
+def test_experts_kept_in_part_need_a_second_memory_and_a_number(words: tuple[str, ...], reason: str) -> None:
+    stop = clear(PROJECT, compose_cells(["model=nano", "layers=3", *words], PROJECT)[0], force=False).stop
+    assert stop is not None and stop[0] is Status.UNSUPPORTED and reason in stop[1]
+
+
+def test_a_servers_own_placement_is_its_own_affair() -> None:
+    cell = compose_cells(["model=flash_next", "layers=48", "path=strata_server", "device=cpu"], PROJECT)[0]
+    assert cell.path.components["experts"].placement == "cpu_cold" and refused_before_loading(cell) is None
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from lab.engines.strip_limits import MB
 from lab.errors import LabError
 from lab.measure.throughput import DECODE, LANES, PREFILL
 from lab.models.fields import Fields
+from lab.models.qwen4_exp.table_rows import with_table_rows
 
 STATE_TOKENS, STATE_BATCH = 4096, 4
 """The state a ledger makes room for."""
@@ -90,6 +91,8 @@ def _counted(cell: Cell, sizes: ModelSizes, in_file: Mapping[str, Encoding]) -> 
 
 
 def _sizes(cell: Cell, data: dict[str, Any], where: str, dtype: torch.dtype) -> ModelSizes:
+    if cell.model.table_rows is not None:
+        data = with_table_rows(data, cell.model.table_rows, where)
     if cell.model.arch == "qwen4_exp":
         return qwen4_exp_sizes(data, where, cell.layers, dtype)
     if cell.model.arch not in TRANSFORMERS:
@@ -123,7 +126,7 @@ def _lines(tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) 
             if tier.slots:
                 add(one, "slots", "device", copy=True, experts=tier.slots)
             if one.placement == "tiered":
-                staging[one.weight.name.rsplit(".", 1)[-1]] = one.nbytes()
+                staging[one.weight.name.rsplit(".", 1)[-1]] = one.nbytes() * tier.staged // tier.count
         elif strips is not None and has_strip(one.weight):
             add(one, "file", "host")
         else:
@@ -165,7 +168,9 @@ def _basis(cell: Cell, experts: Experts | None, tier: Tier | None, context: int)
 
 
 def _notes(cell: Cell, tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) -> Iterator[str]:
-    if any(plan.codec == "source" and not plan.assumed for plan in cell.path.components.values()):
+    if cell.engine == "transformers":
+        yield f"transformers holds every weight in {cell.device.compute_dtype}, which it computes in"
+    elif any(plan.codec == "source" and not plan.assumed for plan in cell.path.components.values()):
         yield "source is counted as the release stores it: 16 bits, or e4m3 where its config.json says so"
     for component, plan in cell.path.components.items():
         codec, held = (plan.assumed if plan.codec == "source" else "") or plan.codec, {t.encoding.name for t in tensors if t.weight.component == component}

@@ -69,6 +69,11 @@ class Residency(_Frozen):
     needed_bytes: int
     limit: str
 
+    @property
+    def degrades(self) -> bool:
+        """Whether a run is predicted to end as DEGRADED: a strip cache does not hold everything, and the rest is rebuilt while running."""
+        return self.what == "weights" and self.kept < self.total
+
 
 class Ledger(_Frozen):
     """See the module. `one_memory`: device and host share the same memory. Rates are tokens per second, None where the device has no figures. A bound holds

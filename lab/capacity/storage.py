@@ -72,12 +72,20 @@ def stored(cell: Cell, sizes: ModelSizes, in_file: Mapping[str, Encoding] = _NOT
         plan = cell.path.components.get(weight.component)
         try:
             as_filed = in_file.get(weight.name) if plan is None or plan.codec == "source" else None
+            as_filed = _held_by_transformers(cell) or as_filed
             one = Stored(weight, as_filed or _encoding(plan, weight, sizes, vqf), (plan or _SOURCE).placement)
             one.nbytes()
         except LabError as error:
             raise LabError(f"path.components.{weight.component}: {error}") from None
         found.append(one)
     return found
+
+
+def _held_by_transformers(cell: Cell) -> FileType | None:
+    """What transformers holds every weight as: the dtype it computes in. None for other engines."""
+    if cell.engine != "transformers":
+        return None
+    return FileType(cell.device.compute_dtype, 1, 4 if cell.device.compute_dtype == "float32" else 2)
 
 
 def is_vqf(cell: Cell) -> bool:

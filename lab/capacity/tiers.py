@@ -17,17 +17,21 @@ from lab.capacity.storage import Stored
 from lab.cell import Cell, Placement
 from lab.engines.strip_limits import COMPONENTS, MB, Limit, strip_limits
 
+STAGED_LAYERS = 1
+"""Layers' worth of experts on the device that prompts stream through: one stack is multiplied while the other is filled."""
 _STRIP_GROUP = 32
 
 
 @dataclass(frozen=True)
 class Tier:
-    """The device's share of the routed experts: `whole` layers entirely, `slots` of `count` experts in the others, if there are any (`partial`)."""
+    """The device's share of the routed experts: `whole` layers entirely, `slots` of `count` experts in the others, if there are any (`partial`); and
+    `staged`: experts that the staging area has room for."""
 
     whole: frozenset[int]
     slots: int
     count: int
     partial: bool
+    staged: int = 0
 
     def missed(self, layer: int | None, used: float) -> float:
         """Of `used` different experts of a layer, those not on the device when requests hit in proportion to the slots."""
@@ -45,9 +49,15 @@ def tier_of(cell: Cell, sizes: ModelSizes) -> Tier | None:
     if plan is None or plan.placement not in ("tiered", "cpu_cold") or not layers:
         return None
     count = next(w.shape[0] for w in sizes.weights if w.kind == "experts")
-    slots = min(cell.placement.slots or 0, count)
-    whole = frozenset(layers if slots == count else layers[: cell.placement.resident_layers or 0])
-    return Tier(whole, slots, count, partial=len(whole) < len(layers))
+    whole, slots = kept_experts(cell.placement, count, layers)
+    partly = len(layers) - len(whole)
+    return Tier(whole, slots, count, partial=partly > 0, staged=min(STAGED_LAYERS, partly) * count)
+
+
+def kept_experts(placement: Placement, count: int, layers: Sequence[int]) -> tuple[frozenset[int], int]:
+    """(layers of `layers` whose `count` experts all stay on the device, slots of each of the others). The engine asks here, too (`lab.placement`)."""
+    slots = min(placement.slots or 0, count)
+    return frozenset(layers if slots == count else layers[: placement.resident_layers or 0]), slots
 
 
 def expert_residency(cell: Cell, tier: Tier, sizes: ModelSizes, needed_bytes: int) -> Residency:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.artifacts import SyntheticArtifact, Weights, open_model
+from lab.artifacts.weights import Artifact
 from lab.cell import Cell, ComponentPlan
 from lab.codecs import create
 from lab.counters import Counters
@@ -24,6 +25,9 @@ from lab.engines.strips import StripCache
 from lab.errors import GapError, LabError
 from lab.kernels import native
 from lab.models import State, build
+from lab.placement.kinds import kind_of
+from lab.placement.pinned import PinnedMemory, never
+from lab.placement.tiers import Tiers
 from lab.record import Status
 
 
@@ -42,18 +46,27 @@ class LocalEngine:
         self.config = opened.config().truncated(cell.layers)
         self.counters = Counters()
         components = cell.path.components if plan is None else plan
-        weights = _synthetic(opened, cell.layers, components, self.device) if isinstance(opened, SyntheticArtifact) else opened.weights()
+        self.pinned = PinnedMemory(self.device, never if cell.disable == "pinned" else None)
+        weights = _weights(opened, cell.layers, components, self.pinned)
         limits = strip_limits(cell) if plan is None else ()
         self.strips = StripCache(limits, self.device, self.counters) if limits else None
-        self.binder = PathBinder(weights, components, self.device, self.dtype, self.counters, self.strips)
+        kind = kind_of(components)
+        self.tiers = None if kind is None else Tiers(kind, cell.placement, self.config, self.device, self.dtype, self.counters, self.pinned)
+        self.binder = PathBinder(weights, components, self.device, self.dtype, self.counters, self.strips, self.tiers, cell.disable, self.pinned)
         with torch.no_grad():
             self.model = build(self.config, self.binder)
-        self.graphs = Graphs(self.model, self.device, self.dtype, self.counters, cell.mode)
+        self.graphs = Graphs(self.model, self.device, self.dtype, self.counters, cell.mode, cell.disable)
+        if self.tiers is not None:
+            self.graphs.reason = self.graphs.reason or self.tiers.graph_reason
+            self.graphs.prompt_reason = self.tiers.prompt_reason
         self.synchronise()
         self.load_s = time.perf_counter() - started
 
     def new_state(self, batch: int, capacity: int) -> State:
-        """An empty state on the engine's device, with its captured step where there is one."""
+        """An empty state on the engine's device, with its captured step where there is one. Raises GapError where experts' slots are too few for so many."""
+        if self.tiers is not None:
+            self.tiers.refuse(batch)
+            self.tiers.settle()
         with torch.no_grad():
             return self.graphs.new_state(batch, capacity)
 
@@ -78,6 +91,11 @@ class LocalEngine:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def free_cached(self) -> None:
+        """Gives back what the allocator keeps, after an allocation failed."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def peak_memory_bytes(self) -> int:
         """Peak bytes so far: allocated on the GPU, or resident in this process on the CPU (everything, Python included)."""
         if self.device.type == "cuda":
@@ -85,11 +103,14 @@ class LocalEngine:
         return peak_resident_bytes()
 
 
-def _synthetic(artifact: SyntheticArtifact, layers: int, components: dict[str, ComponentPlan], device: torch.device) -> Weights:
-    """Random weights in the codecs that the path asks for, so that nothing has to be encoded."""
+def _weights(artifact: Artifact | SyntheticArtifact, layers: int, components: dict[str, ComponentPlan], pinned: PinnedMemory) -> Weights:
+    """The file's; or random ones in the codecs that the path asks for, so that nothing has to be encoded, and on the host where they stay."""
+    if not isinstance(artifact, SyntheticArtifact):
+        return artifact.weights()
     chosen = {name: (plan.codec if plan.codec != "source" else plan.assumed, plan.options) for name, plan in components.items()}
     codecs = {name: create(codec, options) for name, (codec, options) in chosen.items() if codec}
-    return artifact.weights(layers, codecs, device, frozenset(name for name, plan in components.items() if plan.placement == "host"))
+    host = frozenset(name for name, plan in components.items() if plan.placement == "host")
+    return artifact.weights(layers, codecs, pinned.device, host, pinned.or_plain)
 
 
 def peak_resident_bytes() -> int:

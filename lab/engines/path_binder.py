@@ -26,6 +26,8 @@ from lab.engines.strips import STRIP, Strip, StripCache, StripExperts, StripLine
 from lab.errors import LabError
 from lab.models.binder import Experts, Linear, Table
 from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
+from lab.placement.pinned import PinnedMemory, reachable
+from lab.placement.tiers import Tiers
 
 SOURCE = ComponentPlan(codec="source")
 
@@ -41,20 +43,28 @@ class PathBinder:
         dtype: torch.dtype,
         counters: Counters,
         strips: StripCache | None = None,
+        tiers: Tiers | None = None,
+        disable: str | None = None,
+        pinned: PinnedMemory | None = None,
     ) -> None:
-        """`strips`: where the layers' matrices of a VQF file are kept, under budgets. Raises LabError for a placement this engine has no code for."""
+        """`strips`: where the layers' matrices of a VQF file are kept, under budgets; `tiers`: what serves experts that are not all on the device;
+        `disable`: `kernels` keeps every operation with the reference, and the evidence says so; `pinned`: memory for what a GPU reads from the host.
+        Raises LabError for a placement this engine has no code for."""
         self.weights, self.plan, self.device, self.dtype, self.counters = weights, plan, device, dtype, counters
-        self.strips = strips
+        self.strips, self.tiers, self.disable, self.pinned = strips, tiers, disable, pinned or PinnedMemory(device)
         self.layer: int | None = None
         self.codecs = {name: create(p.codec, p.options) for name, p in plan.items() if p.codec != "source"}
         for name, component in plan.items():
-            if component.placement != "device" and (name, component.placement) != ("ple", "host"):
+            tiered = name == "experts" and tiers is not None and component.placement == tiers.kind
+            if component.placement != "device" and (name, component.placement) != ("ple", "host") and not tiered:
                 known = "device or host" if name == "ple" else "device only"
                 raise LabError(f"path.components.{name}.placement={component.placement}: the local engine places {name} on {known}")
         self.residency: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: {"bytes": 0, "tensors": 0, "weights": 0})
         self.quality: dict[str, list[tuple[float, int]]] = defaultdict(list)
         self.source_codecs: dict[str, set[str]] = defaultdict(set)
         self.kernels: dict[str, str] = {}
+        self.fallbacks: dict[tuple[str, str, str], int] = defaultdict(int)
+        """Operations that have a kernel and stayed with the reference on a GPU, by (component, codec, reason)."""
         self._computed: dict[str, set[str]] = defaultdict(set)
         self._embedded: dict[str, list[tuple[Codec, Parts, tuple[int, ...]]]] = {}
 
@@ -99,8 +109,16 @@ class PathBinder:
             return StripExperts([first, *others], self._strip(self.strips, "experts", down[0]))
         if "experts" in self.codecs and len(gate_up) > 1:
             gate_up = [_whole(gate_up, None)]
+        if self.tiers is not None and self.layer is not None and self.tiers.serves(self.layer):
+            return self.tiers.experts(self._unplaced(gate_up, f"{prefix}.gate_up"), self._unplaced(down, f"{prefix}.down"), self.layer)
         packed = PackedExperts(self._packed("experts", gate_up, f"{prefix}.gate_up"), *self._packed("experts", down, f"{prefix}.down"))
         return self._fast(ops_gpu.experts, packed)
+
+    def _unplaced(self, blocks: Sequence[Stored], name: str) -> Packed:
+        """A stack on the compute device, encoded and checked, that a tier is about to take: where it ends is the tier's to say."""
+        if len(blocks) > 1:
+            raise LabError(f"{self.weights.where}: {name} is in {len(blocks)} pieces; experts kept in part must be one stack, so give a codec")
+        return Packed(*self._encoded("experts", blocks[0], name), blocks[0].shape, self.layer, "experts", self.counters)
 
     def table(self, prefix: str, rows: int, width: int) -> Table:
         """The n-gram table, encoded shard by shard into its final place: at 51 GB there is no room for a second copy. Only a codec with one scale for
@@ -109,11 +127,12 @@ class PathBinder:
         first = self.weights.table_shard(prefix, 0)
         wanted = self.codecs.get("ple")
         if shards > 1 and wanted is not None and wanted.shared and not first.codec.shared:
-            whole = _whole([self.weights.table_shard(prefix, index) for index in range(shards)], None)
-            return self._fast(ops_gpu.table, PackedTable(self._packed("ple", [whole], prefix)[0], self.dtype, self.device))
+            first, shards = _whole([self.weights.table_shard(prefix, index) for index in range(shards)], None), 1
         codec, parts = self._encoded("ple", first, prefix)
         if shards > 1:
             parts = self._assembled(rows, parts, codec, prefix, shards)
+        elif self._on_host("ple") and self.device.type != "cpu":
+            parts = {key: part if key in codec.shared else self._pinned(part, prefix) for key, part in parts.items()}
         return self._fast(ops_gpu.table, PackedTable(self._packed_parts("ple", codec, parts, (rows, width)), self.dtype, self.device))
 
     def embedding(self, name: str, rows: int, width: int) -> Table:
@@ -126,7 +145,7 @@ class PathBinder:
 
     def _assembled(self, rows: int, first: Parts, codec: Codec, prefix: str, shards: int) -> Parts:
         """All shards' parts in one allocation; parts that rows share are the first shard's."""
-        whole = {k: p if k in codec.shared else torch.empty((rows, *p.shape[1:]), dtype=p.dtype, device=p.device) for k, p in first.items()}
+        whole = {k: p if k in codec.shared else self._room("ple", (rows, *p.shape[1:]), p.dtype, prefix) for k, p in first.items()}
         start, parts = 0, first
         for index in range(shards):
             if index:
@@ -138,13 +157,26 @@ class PathBinder:
             start += next(len(p) for k, p in parts.items() if k not in codec.shared)
         return whole
 
+    def _room(self, component: str, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> Tensor:
+        """Uninitialised memory where the component stays; host memory that a GPU reads is pinned where the driver allows it."""
+        return self.pinned.or_plain(shape, dtype, name) if self._on_host(component) else torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _pinned(self, part: Tensor, name: str) -> Tensor:
+        """`part` where the device can read it, if the driver allows that."""
+        return part if reachable(part) else self.pinned.or_plain(tuple(part.shape), part.dtype, name).copy_(part)
+
+    def _on_host(self, component: str) -> bool:
+        return self.plan.get(component, SOURCE).placement == "host"
+
     def _fast(self, swap: Callable[[Any, torch.dtype], tuple[Any, str | None]], op: Any) -> Any:
         """The operation through a kernel where `swap` finds one; what computes with each codec, and why not a kernel, is kept as evidence."""
         if self.device.type == "cpu":
             return op
         stacks = [*op.blocks] if isinstance(op, PackedLinear) else [*op.gate_up, op.down] if isinstance(op, PackedExperts) else [op.weight]
         before = [packed.nbytes() for packed in stacks]
-        found, reason = swap(op, self.dtype)
+        found, reason = (op, ops_gpu.DISABLED) if self.disable == "kernels" else swap(op, self.dtype)
+        if found is op and reason is not None and ops_gpu.has_kernel(op):
+            self.fallbacks[stacks[0].key[1], stacks[0].codec.name, reason] += 1
         for packed, held in zip(stacks, before, strict=True):
             # A kernel may hold a weight in more bytes than the file.
             self.residency[(packed.key[1], packed.codec.name, packed.device.type)]["bytes"] += packed.nbytes() - held
@@ -168,7 +200,8 @@ class PathBinder:
         codec, parts = in_rows(stored.codec, stored.parts)
         self.source_codecs[component].add(codec.name)
         if (wanted := self.codecs.get(component)) is not None and not _same(wanted, codec):
-            source = (parts["weight"] if codec.name == "bf16" else codec.decode(parts, stored.shape[-1])).to(device)
+            # What ends on the host is encoded on the device, too: a CPU takes minutes for it.
+            source = (parts["weight"] if codec.name == "bf16" else codec.decode(parts, stored.shape[-1])).to(self.device)
             codec, parts = wanted, wanted.encode(source)
             verify_encoding(codec, parts, source).require(name)
             self.quality[component].append((_cosine(codec, parts, source), source.numel()))
@@ -181,18 +214,28 @@ class PathBinder:
         return packed
 
     def _device(self, component: str) -> torch.device:
-        return torch.device("cpu") if self.plan.get(component, SOURCE).placement == "host" else self.device
+        return torch.device("cpu") if self._on_host(component) else self.device
 
     def _note(self, component: str, codec: str, device: torch.device, nbytes: int, weights: int) -> None:
         _increase(self.residency[(component, codec, device.type)], nbytes, weights)
 
     def resident(self) -> list[dict[str, Any]]:
-        """[{component, codec, device, bytes, tensors, weights}]; of strips those that are held now."""
+        """[{component, codec, device, bytes, tensors, weights}]; of strips those that are held now, of experts kept in part every place."""
         found = {key: dict(entry) for key, entry in self.residency.items()}
         for component, device, strip in self.strips.resident() if self.strips is not None else ():
             entry = found.setdefault((component, STRIP.name, device.type), {"bytes": 0, "tensors": 0, "weights": 0})
             _increase(entry, strip.nbytes, prod(strip.source.shape))
+        for held in self.tiers.held() if self.tiers is not None else ():
+            entry = found.setdefault((held.component, held.codec, held.device), {"bytes": 0, "tensors": 0, "weights": 0})
+            _increase(entry, held.nbytes, held.weights)
         return [{"component": c, "codec": k, "device": d, **entry} for (c, k, d), entry in sorted(found.items())]
+
+    def fallbacks_as_list(self) -> list[dict[str, Any]]:
+        """[{component, codec, reason, fault, operations}]: `fault` where no limit of the kernel is the reason."""
+        return [
+            {"component": component, "codec": codec, "reason": reason, "fault": reason in ops_gpu.FAULTS, "operations": count}
+            for (component, codec, reason), count in sorted(self.fallbacks.items())
+        ]
 
     def cosines(self) -> dict[str, dict[str, float]]:
         """Per encoded component: weight cosine to the source, averaged by weights, and the worst tensor's."""

@@ -2,7 +2,8 @@
 
 Why: torch gathers, decodes and converts in several launches, and its 8-bit float gather is missing on some backends; here a token's 16 rows of 160 are
 one launch of 16 small programs. A number outside the table gives a row of NaN, because reading elsewhere would give a fluent wrong row.
-What it does not prove: anything about a table in host memory; these tensors lie on the device.
+A table in pinned host memory is read where it lies, over the bus: Triton's launcher resolves the device's address of it on CUDA and HIP.
+What it does not prove: how fast that is; a token's rows are a few kilobytes, and one round trip.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def _q2_kernel(
 class Table:
     """An encoded table [rows, width] whose rows are gathered by number. Codecs: e4m3 with a global scale, q2_rows."""
 
-    def __init__(self, codec: Codec, parts: Parts, cols: int) -> None:
-        """Raises LabError on another codec or scale, or parts that are not one table."""
+    def __init__(self, codec: Codec, parts: Parts, cols: int, device: torch.device | None = None) -> None:
+        """`device`: where rows are wanted, if the parts lie elsewhere. Raises LabError on another codec or scale, or parts that are not one table."""
         whole = isinstance(codec, Q2Rows) or (isinstance(codec, E4M3) and codec.options["scale"] == "global")
         require(whole, "table", f"codec {codec.name} {codec.options} has no table kernel; use q2_rows, or e4m3 with scale=global")
         require(
@@ -61,12 +62,19 @@ class Table:
             "table",
             "needs one contiguous table",
         )
-        self.codec, self.parts, self.cols = codec, parts, cols
-        self.levels = torch.tensor(codec.levels, device=parts["scale"].device) if isinstance(codec, Q2Rows) else None
+        self.codec, self.cols = codec, cols
+        self.device = device or next(iter(parts.values())).device
+        self.parts = {key: part.to(self.device) if key in codec.shared else part for key, part in parts.items()}
+        for part in self.parts.values():
+            if not part.is_cuda and self.device.type == "cuda":
+                require(part.is_pinned(), "table", "lies in host memory that is not pinned, which the device cannot read")
+            else:
+                require_gpu("table", part)
+        self.levels = torch.tensor(codec.levels, device=self.device) if isinstance(codec, Q2Rows) else None
 
     def __call__(self, ids: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """ids integer [...] on the table's device -> rows [..., width] in `dtype`; NaN rows where a number is outside the table."""
-        require_gpu("table", ids, *self.parts.values())
+        """ids integer [...] on the device -> rows [..., width] in `dtype`; NaN rows where a number is outside the table."""
+        require_gpu("table", ids)
         out = torch.empty(*ids.shape, self.cols, dtype=dtype, device=ids.device)
         grid, width, flat = (ids.numel(),), triton.next_power_of_2(self.cols), ids.contiguous()
         if self.levels is not None:

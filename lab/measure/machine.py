@@ -1,4 +1,4 @@
-"""What this machine can do at most: read bandwidth and matrix arithmetic, measured once and kept with their date.
+"""What this machine can do at most: read bandwidth, matrix arithmetic and the bus, measured once and kept with their date.
 
 The bounds behind every roofline percentage. The read sweep sums an array far larger than any cache; the arithmetic is one large square product in the
 dtype the engine computes in. Best of several runs, because a bound should be what the machine can do, not what it did on average.
@@ -23,14 +23,15 @@ import torch
 from lab.errors import GapError
 from lab.record import Status
 
-_VERSION = 1
+_VERSION = 2
 _LOOK_S = 0.3
 _IDLE_CORES = 0.3
 """Cores that others may use while bounds are measured that are to be kept."""
 
 
 def machine_bounds(device: torch.device, dtype: torch.dtype, threads: int, cache: Path) -> dict[str, Any]:
-    """{read_bytes_s, flops_s, device, threads, dtype, measured_at}; from `cache` when this device, thread count and torch were measured before.
+    """{read_bytes_s, flops_s, bus_bytes_s, device, threads, dtype, measured_at}; from `cache` when this device, thread count and torch were measured before.
+    bus_bytes_s is that of copies from pinned host memory to the device, None on a CPU.
 
     Measured in a process of its own: its large arrays would otherwise be the peak memory of the path. Raises GapError when that process fails."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
@@ -87,6 +88,15 @@ def _read_bandwidth(device: torch.device) -> float:
     return data.nbytes / _best_seconds(data.sum, device, 5)
 
 
+def _bus_rate(device: torch.device) -> float | None:
+    """Bytes per second of copying 512 MB from pinned host memory to the device, the best of several: an idle link starts at a low speed."""
+    if device.type == "cpu":
+        return None
+    source = torch.empty(1 << 29, dtype=torch.uint8).pin_memory()
+    target = torch.empty_like(source, device=device)
+    return source.nbytes / _best_seconds(lambda: target.copy_(source, non_blocking=True), device, 20)
+
+
 def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Operations per second (2 n^3) of one n x n product of random data."""
     n = 8192 if device.type == "cuda" else 2048
@@ -108,10 +118,10 @@ def _cpu_name() -> str:
 
 
 def main() -> int:
-    """`python -m lab.measure.machine DEVICE DTYPE THREADS`: prints {read_bytes_s, flops_s} as JSON."""
+    """`python -m lab.measure.machine DEVICE DTYPE THREADS`: prints {read_bytes_s, flops_s, bus_bytes_s} as JSON."""
     device, dtype, threads = torch.device(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(threads)
-    print(json.dumps({"read_bytes_s": _read_bandwidth(device), "flops_s": _matmul_rate(device, dtype)}))
+    print(json.dumps({"read_bytes_s": _read_bandwidth(device), "flops_s": _matmul_rate(device, dtype), "bus_bytes_s": _bus_rate(device)}))
     return 0
 
 

@@ -38,6 +38,7 @@ def test_slots_lie_on_the_device_and_all_experts_on_the_host(project: Project) -
     assert ledger.experts is not None
     assert expert_bytes(ledger, "device") == 6 * 8 * ledger.experts.bytes_each
     assert expert_bytes(ledger, "host") == 6 * 512 * ledger.experts.bytes_each
+    assert next(line for line in ledger.lines if line.component == "staging").bytes == 512 * ledger.experts.bytes_each
     assert [(r.kept, r.total) for r in ledger.residency] == [(48, 3072)]
     assert ledger.weights()["experts"] == 6 * 512 * 3 * 640 * 2560
 

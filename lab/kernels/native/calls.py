@@ -50,6 +50,14 @@ def unavailable() -> str | None:
     return found if isinstance(found, str) else None
 
 
+def library() -> ctypes.CDLL:
+    """The library itself. Raises LabError where it is unavailable."""
+    found = unavailable() or _library()
+    if isinstance(found, str):
+        raise LabError(found)
+    return found
+
+
 def supports(codec: Codec | str, cols: int | None = None) -> bool:
     """Whether a codec (a name means its default options) has a kernel, for rows of `cols` weights where given. Builds nothing."""
     codec = resolve(codec)
