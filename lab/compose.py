@@ -24,7 +24,7 @@ from lab.errors import LabError, flat
 from lab.overrides import GROUPS, check_groups, check_keys, expand, hydra_words, is_plain_change, parse
 from lab.project import Project, find_project
 
-ENGINES = ("local", "llama_cpp", "server")
+ENGINES = ("local", "llama_cpp", "transformers", "server")
 """What can execute a cell. engine=auto is `server` for a path that names one, else `local`."""
 
 ARCHITECTURES = ("qwen4_exp", "qwen3", "qwen3_moe", "llama")
@@ -216,8 +216,12 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
         raise LabError(f"engine={cell.engine}: {named}; use engine=auto, or a path with a server: block for engine=server")
     if cell.engine == "llama_cpp" and cell.path.format != "gguf":
         raise LabError(f"engine=llama_cpp: runs GGUF files, and path {cell.path.name} does not; use path=gguf_plugin artifact=FILE.gguf")
+    if cell.model.table_rows is not None and cell.model.artifact != SYNTHETIC:
+        raise LabError(f"model.table_rows={cell.model.table_rows}: only for artifact={SYNTHETIC}; a real file's table has the rows that it has")
     if cell.model.arch not in ARCHITECTURES:
         raise LabError(f"model.arch={cell.model.arch}: no such architecture; choose one of: {', '.join(ARCHITECTURES)}")
+    if cell.disable is not None and cell.engine != "local":
+        raise LabError(f"disable={cell.disable}: only engine=local can have something made to fail, and this is engine={cell.engine}")
     _check_names(project, cell)
     if cell.path.server is not None and total is not None and cell.layers < total and not any("{layers}" in word for word in cell.path.server.command):
         untold = f"the server of path {cell.path.name} is not told how many layers to keep"

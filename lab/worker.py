@@ -19,6 +19,7 @@ from lab.cell import Cell
 ENGINES = {
     "local": "lab.engines.local_attempt:LocalAttempt",
     "llama_cpp": "lab.engines.llama_cpp.attempt:LlamaCppAttempt",
+    "transformers": "lab.engines.hf.attempt:HfAttempt",
     "server": "lab.engines.server.attempt:ServerAttempt",
 }
 """Engine of a cell -> the class that measures it."""

@@ -39,7 +39,7 @@ def open_model(root: Path, model: ModelSpec, files: str | None = None) -> Artifa
     """The files of a cell's model below the project's `root`, or `files` instead of them. Raises LabError."""
     files = model.artifact if files is None else files
     if files == SYNTHETIC:
-        return SyntheticArtifact(root / model.geometry, model.arch, root / TEXT_TOKENIZER)
+        return SyntheticArtifact(root / model.geometry, model.arch, root / TEXT_TOKENIZER, model.table_rows)
     return open_artifact(root / files, model.arch)
 
 

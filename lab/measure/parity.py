@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lab.engines.local import LocalEngine
 from lab.measure.text import Corpus
+from lab.measure.throughput import Engine
 
 TOKENS = 64
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 another batch shape on an H200 (1.6e-4), since steps and the whole round in different places and may choose other blocks of keys."""
 
 
-def step_parity(engine: LocalEngine, corpus: Corpus) -> dict[str, Any]:
+def step_parity(engine: Engine, corpus: Corpus) -> dict[str, Any]:
     """{tokens, kld_mean, kld_max (nat), top1_agreement, tolerance, dtype}: KL(whole || steps) over the first TOKENS tokens of the text."""
     ids = corpus.prompts(1, TOKENS, offset=0)
     whole = torch.log_softmax(engine.logits(ids)[0].double(), dim=-1)
