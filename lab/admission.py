@@ -14,7 +14,7 @@ from typing import Any
 
 from lab.cell import Cell
 from lab.gates import not_checked, passed
-from lab.metrics import CORE, METRICS
+from lab.metrics import CORE, METRICS, WIDE
 from lab.record import Gap, GateResult, Measurement, Status, WorkerResult
 
 MAX_ROOFLINE_PCT = 105.0
@@ -39,6 +39,7 @@ _POSSIBLE: dict[str, tuple[float | None, float | None]] = {
     "pp512_tok_s": (0.0, None),
     "tg128_tok_s": (0.0, None),
     "agg4_tg128_tok_s": (0.0, None),
+    **dict.fromkeys(WIDE, (0.0, None)),
     "load_s": (0.0, None),
     "resident_bytes": (0.0, None),
     "peak_memory_bytes": (0.0, None),
@@ -52,6 +53,12 @@ _POSSIBLE: dict[str, tuple[float | None, float | None]] = {
     "greedy_compared_tokens": (1.0, None),
     "verify_max_rel_err": (0.0, None),
     "gemm_share": (0.0, 1.0),
+    "expert_hit_rate": (0.0, 1.0),
+    "bus_bytes_per_token": (0.0, None),
+    "cpu_us_per_expert": (0.0, None),
+    "bus_bytes_s": (0.0, None),
+    "decode_experts_share": (0.0, 1.0),
+    "prefill_experts_share": (0.0, 1.0),
     "corpus_nll_mean": (0.0, None),
     "ppl_llama_half": (1.0, None),
     "nll_rel_diff": (0.0, None),
@@ -245,8 +252,8 @@ def _implausible(name: str, found: Measurement, result: WorkerResult) -> Refusal
     realised, requested = found.details.get("realised_tokens"), found.details.get("requested_tokens")
     if realised != requested:
         return Status.IMPLAUSIBLE, f"{realised} tokens were processed where {requested} were asked for"
-    single = result.metrics.get("tg128_tok_s")
-    if name == "agg4_tg128_tok_s" and single and found.value < single.value:
+    single = result.metrics.get(name.removeprefix("agg4_")) if name.startswith("agg4_tg") else None
+    if single and found.value < single.value:
         return Status.IMPLAUSIBLE, (
             f"four sequences together decode at {found.value:.6g} tok/s, slower than one alone at {single.value:.6g}: either measurement was disturbed"
         )

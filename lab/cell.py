@@ -10,12 +10,16 @@ import hashlib
 import json
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 COMPONENTS = ("experts", "trunk", "ple", "head")
 """Weight groups a path chooses a codec and placement for. Everything else (norms, router, token embedding rows) keeps its source precision."""
 
 
+PREFILL_SIZES = (512, 2048, 4096)
+"""Prompt lengths that there are metrics for (`lab.metrics`)."""
+DECODE_DEPTHS = (0, 512, 4096)
+"""Tokens of context before the decoded ones that there are metrics for."""
 SYNTHETIC = "synthetic"
 """`model.artifact` of weights that exist nowhere: random codes at the model's sizes (lab.artifacts.synthetic)."""
 
@@ -36,6 +40,8 @@ class ModelSpec(_Frozen):
     """A config.json with the model's sizes, for planning where the artifact is not at hand; the artifact's own counts when it is there."""
     source: str = ""
     """The artifact that divergence is measured against, where it is another one than `artifact`: the model before it was converted."""
+    table_rows: int | None = Field(default=None, ge=1)
+    """Of a synthetic model: rows of a smaller n-gram table than the sizes give (lab.models.qwen4_exp.table_rows); None: its true size."""
 
 
 class ComponentPlan(_Frozen):
@@ -102,6 +108,21 @@ class BenchSpec(_Frozen):
     llama_half_chunks: int = Field(default=0, ge=0)
     """Chunks of `ppl/llama-half@1` (lab.measure.llama_half); 0: not measured."""
     llama_half_context: int = Field(default=512, gt=3)
+    prefill_tokens: tuple[int, ...] = ()
+    """Prompt lengths, of PREFILL_SIZES, measured for `wide_lanes` sequences (lab.measure.wide); 512 for one sequence is always measured."""
+    decode_depths: tuple[int, ...] = ()
+    """Contexts to decode from, of DECODE_DEPTHS, for `wide_lanes` sequences; 512 is always measured, for one and for four."""
+    wide_lanes: tuple[Literal[1, 4], ...] = (1, 4)
+    segment_layers: tuple[int, ...] = ()
+    """Cells of these depths also measure which component takes which share of the time (lab.measure.segments)."""
+
+    @field_validator("prefill_tokens", "decode_depths")
+    @classmethod
+    def _has_metrics(cls, sizes: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        known = PREFILL_SIZES if info.field_name == "prefill_tokens" else DECODE_DEPTHS
+        if unknown := [size for size in sizes if size not in known]:
+            raise ValueError(f"bench.{info.field_name}: {unknown[0]} is not measured; choose from {', '.join(map(str, known))}")
+        return sizes
 
     @model_validator(mode="after")
     def _windows_overlap(self) -> Self:
@@ -152,6 +173,9 @@ class Cell(_Frozen):
     placement: Placement = Placement()
     mode: Literal["auto", "graph", "eager"] = "auto"
     """How decoding is launched: one captured graph per step, or operation by operation; auto leaves it to the engine."""
+    disable: Literal["kernels", "graph", "pinned"] | None = None
+    """Made to fail on purpose, to see that it is noticed: the GPU kernels, capturing a step, or page-locked host memory. A key of the cell and part of its
+    id, so that it can neither be left on nor be taken for the path."""
 
     def identity(self) -> dict[str, Any]:
         """The fields that define the measurement: no titles, no time allowed, no figures for planning.
@@ -170,13 +194,22 @@ class Cell(_Frozen):
             data.pop("placement")
         if self.mode == "auto":
             data.pop("mode")
+        if self.disable is None:
+            data.pop("disable")
         if not self.model.source:
             data["model"].pop("source")
+        if self.model.table_rows is None:
+            data["model"].pop("table_rows")
         if self.path.format is None:
             data["path"].pop("format")
         if not self.bench.llama_half_chunks:
             data["bench"].pop("llama_half_chunks")
             data["bench"].pop("llama_half_context")
+        for field in ("prefill_tokens", "decode_depths", "segment_layers"):
+            if not data["bench"][field]:
+                data["bench"].pop(field)
+        if self.bench.wide_lanes == BenchSpec.model_fields["wide_lanes"].default:
+            data["bench"].pop("wide_lanes")
         for component in data["path"]["components"].values():
             component.pop("assumed")
             component.pop("assumed_down")
@@ -191,4 +224,5 @@ class Cell(_Frozen):
     def id(self) -> str:
         """Short readable name, unique per hash: folder name in `runs/`, MLflow run name, report row."""
         engine = "" if self.engine in ("local", "server") else f"-{self.engine}"
+        engine += f"-without_{self.disable}" if self.disable else ""
         return f"{self.model.name}-{self.path.name}-L{self.layers}-{self.device.name}-{self.bench.name}{engine}-{self.hash[:8]}"

@@ -20,7 +20,7 @@ from lab.record import Measurement, Record
 from lab.registered import QUANTITIES
 from lab.standing import record_id
 
-QUANTITY_OF = {str(QUANTITIES[name].beside): name for name in RATES}
+QUANTITY_OF = {str(QUANTITIES[name].beside) if name in QUANTITIES else name: name for name in RATES}
 """The quantity that the rules know each of our rates by."""
 
 
@@ -54,7 +54,7 @@ def observations(rates: Iterable[Rate]) -> list[Observation]:
 
 def series_key(rate: Rate) -> str:
     """sha256 (hex) of everything but the depth and the lab's code that moves a rate."""
-    metric = str(QUANTITIES[rate.quantity].beside)
+    metric = next(name for name, quantity in QUANTITY_OF.items() if quantity == rate.quantity)
     parts = {
         "cell": {key: value for key, value in rate.cell.identity().items() if key != "layers"},
         "around": circumstances(rate.record, metric),

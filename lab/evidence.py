@@ -12,13 +12,16 @@ from typing import Any
 
 from lab.cell import Cell, EvidenceRule
 from lab.engines import server_evidence
+from lab.engines.hf import evidence as hf_evidence
 from lab.engines.llama_cpp import evidence as llama_cpp_evidence
 from lab.engines.strip_limits import strip_limits
+from lab.placement import checks as placed
 from lab.record import Status
 
 Finding = tuple[Status, str]
 
 _REQUIRED = ("ops", "resident", "component_layers", "layers", "source_codecs", "weights", "rows_per_token", "tokens_forwarded")
+_ROUNDING = 1e-9
 _ALWAYS = ("trunk", "head")
 """Components no model is without; the n-gram table can be absent at a small depth."""
 _EXPERTS = {("experts", "qwen4_exp")}
@@ -31,6 +34,8 @@ def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
         return server_evidence.check(cell, evidence)
     if cell.engine == "llama_cpp":
         return llama_cpp_evidence.check(cell, evidence)
+    if cell.engine == "transformers":
+        return hf_evidence.check(cell, evidence)
     if missing := [key for key in _REQUIRED if key not in evidence]:
         return [(Status.PATH_NOT_EXECUTED, f"the worker reported no {', '.join(missing)}: nothing shows that the path ran")]
     if evidence["layers"] != cell.layers:
@@ -39,7 +44,7 @@ def check(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
         return [(Status.PATH_NOT_EXECUTED, "no token went through the model")]
     if not cell.path.evidence:
         return [(Status.PATH_NOT_EXECUTED, f"path {cell.path.name} has no evidence rules, so nothing can show that it ran")]
-    findings = _strips(cell, evidence)
+    findings = [*_launches(cell, evidence), *_fallbacks(cell, evidence), *_strips(cell, evidence), *placed.findings(cell, evidence)]
     findings += [f for rule in cell.path.evidence for f in _check_rule(cell, rule, evidence)]
     findings += _options(cell, evidence)
     return sorted(findings, key=lambda f: f[0] is not Status.PATH_NOT_EXECUTED)
@@ -56,11 +61,33 @@ def _check_rule(cell: Cell, rule: EvidenceRule, evidence: dict[str, Any]) -> lis
     for layer in layers:
         here = [op for op in evidence["ops"] if (op["component"], op["layer"]) == (rule.component, layer) and op["calls"] > 0]
         where = rule.component if layer is None else f"layer {layer} {rule.component}"
-        if problem := _problem(here, allowed, device, _expected_rows(evidence, layer, rule.component), " or ".join(sorted(allowed)) or rule.op):
+        devices = placed.devices_of(cell, rule.component, device)
+        if problem := _problem(here, allowed, devices, _expected_rows(evidence, layer, rule.component), " or ".join(sorted(allowed)) or rule.op):
             findings.append((Status.PATH_NOT_EXECUTED, f"{where}: {problem}"))
-    if (share := _resident_share(rule, allowed, device, evidence)) < rule.residency:
-        findings.append((Status.DEGRADED, f"{rule.component}: {share:.1%} of its weights are resident as {rule.op}, {rule.residency:.1%} are required"))
+    required = rule.residency * placed.promised_share(cell, rule.component, evidence)
+    if (share := _resident_share(rule, allowed, device, evidence)) < required - _ROUNDING:
+        findings.append((Status.DEGRADED, f"{rule.component}: {share:.1%} of its weights are resident as {rule.op}, {required:.1%} are required"))
     return findings
+
+
+def _launches(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
+    """Decoding that was asked to be launched one way and was launched another; `mode=auto` leaves it to the engine, and the record's note says why."""
+    ran = evidence.get("graph", {})
+    if cell.mode == "auto" or ran.get("mode") == cell.mode:
+        return []
+    told = f"decoding ran {'operation by operation' if ran['mode'] == 'eager' else 'as a captured graph'}" if ran else "the worker reported no launches"
+    return [(Status.PATH_NOT_EXECUTED, f"mode={cell.mode} was asked for; {told}" + (f": {ran['reason']}" if ran.get("reason") else ""))]
+
+
+def _fallbacks(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
+    """Components whose codec has a GPU kernel and that ran as torch although the kernel takes such weights."""
+    if cell.disable is not None and evidence.get("disabled") != cell.disable:
+        return [(Status.PATH_NOT_EXECUTED, f"disable={cell.disable} was asked for, and the worker did not say that it was done")]
+    faults = [one for one in evidence.get("fallbacks", ()) if one["fault"]]
+    return [
+        (Status.DEGRADED, f"{one['component']}: {one['codec']} ran as torch in {one['operations']} operations, where it has a GPU kernel: {one['reason']}")
+        for one in faults
+    ]
 
 
 def _strips(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
@@ -90,14 +117,14 @@ def _options(cell: Cell, evidence: dict[str, Any]) -> list[Finding]:
     return findings
 
 
-def _problem(ops: list[dict[str, Any]], allowed: set[str], device: str, expected_rows: int | None, name: str) -> str | None:
+def _problem(ops: list[dict[str, Any]], allowed: set[str], devices: set[str], expected_rows: int | None, name: str) -> str | None:
     """What speaks against one component of one layer, or None."""
     if others := sorted({op["op"] for op in ops} - allowed):
         return f"{', '.join(others)} ran where only {name} may"
     if not ops:
         return f"no {name} operation was counted"
-    if wrong := sorted({op["device"] for op in ops} - {device}):
-        return f"ran on {', '.join(wrong)} instead of {device}"
+    if wrong := sorted({op["device"] for op in ops} - devices):
+        return f"ran on {', '.join(wrong)} instead of {' or '.join(sorted(devices))}"
     rows = sum(op["rows"] for op in ops)
     if expected_rows is not None and rows != expected_rows:
         return f"{rows} rows were computed where the tokens forwarded need {expected_rows}: another computation took part"

@@ -19,7 +19,7 @@ from lab.console import console
 from lab.errors import LabError
 from lab.experiment import load_experiment
 from lab.mlflow_store import sqlite_file
-from lab.parcels import Parcel, is_export, merge, read_parcels, to_text
+from lab.parcels import Parcel, is_export, merge, read_parcels, to_file
 from lab.project import Project, say
 from lab.reconcile import reconcile
 from lab.standing import age
@@ -53,7 +53,7 @@ def export_command(project: Project, words: Sequence[str]) -> int:
     wanted = [one for one in found if cells is None or one.record.cell_hash in cells]
     if not wanted:
         raise LabError(f"no record to export: {project.short(project.runs)} has {len(found)}" + (f", none of {names[0]}'s cells" if names else ""))
-    write_atomic(target, to_text([Parcel(one.record, one.marks) for one in sorted(wanted, key=lambda one: age(one.record))]))
+    write_atomic(target, to_file([Parcel(one.record, one.marks) for one in sorted(wanted, key=lambda one: age(one.record))], target))
     missing = f"{len(lost)} that cannot be read are NOT in it; " if lost else ""
     print(f"{target}: {len(wanted)} records, {sum(len(one.marks) for one in wanted)} marks; {missing}logs stay here")
     return GAP if lost else OK

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[A-Za-z0-9_]+(-[A-Za-z0-9_]+)*")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([./][A-Za-z_][A-Za-z0-9_]*)*")
-_CELL_KEYS = ("model", "path", "device", "bench", "layers", "engine", "mode")
+_CELL_KEYS = ("model", "path", "device", "bench", "layers", "engine", "mode", "disable")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 Finding = tuple[Loc, str]
 
@@ -51,8 +51,13 @@ def findings(experiment: Experiment, stem: str) -> Iterator[Finding]:
     for repeated in (p for p, n in Counter(tuple(sorted(p.items())) for p in points).items() if n > 1):
         place = "cells" if experiment.cells else "axes"
         yield (place,), f"the cell {' '.join(f'{key}={value}' for key, value in repeated)} is expected twice"
+    for section, count in Counter(section for chapter in experiment.chapters for section in chapter.sections).items():
+        if count > 1:
+            yield ("chapters",), f"section {section} is in {count} chapters; name each once"
     for index, target in enumerate(experiment.targets):
-        yield from _metric(experiment, ("targets", index), target.metric, target.unit)
+        yield from _metric(experiment, ("targets", index), target.metric, target.unit if target.of == "value" else None)
+        if target.of == "roofline" and target.unit != "%":
+            yield ("targets", index, "unit"), f"a share of the roofline is in %, not {target.unit}"
         if not any(matches(point, target.where) for point in points):
             yield ("targets", index, "where"), "no expected cell matches"
     for index, hypothesis in enumerate(experiment.hypotheses):
@@ -112,9 +117,16 @@ def _order(experiment: Experiment, points: list[dict[str, str]], rule: OrderCrit
 
 def _value(experiment: Experiment, points: list[dict[str, str]], rule: ValueCriterion, place: Loc) -> Iterator[Finding]:
     # A ratio of two cells has no unit; a value has its metric's.
-    yield from _metric(experiment, place, rule.metric, None if rule.against else rule.unit)
-    if rule.against and rule.unit != "x":
+    yield from _metric(experiment, place, rule.metric, None if rule.base else rule.unit)
+    if rule.base and rule.unit != "x":
         yield (*place, "unit"), f"a ratio of two cells is in x, not {rule.unit}"
+    if rule.against_metric is not None:
+        if rule.against is not None:
+            yield (*place, "against_metric"), "is of the same cell; leave out 'against'"
+        if rule.against_metric not in experiment.metrics:
+            yield (*place, "against_metric"), f"'{rule.against_metric}' is not among this experiment's metrics"
+        elif METRICS[rule.against_metric].unit != METRICS[rule.metric].unit:
+            yield (*place, "against_metric"), f"is in {METRICS[rule.against_metric].unit}, {rule.metric} in {METRICS[rule.metric].unit}"
     for name, where in (("where", rule.where), ("against", rule.against)):
         if where is not None:
             yield from _one_cell(points, where, (*place, name))

@@ -16,12 +16,11 @@ from lab.metrics import METRICS
 from lab.record import Measurement, Record
 from lab.stats import Comparison, Difference, compare_estimates, compare_samples
 
-OF_THE_MACHINE = frozenset(
-    name for name, metric in METRICS.items() if metric.unit in ("tok/s", "s", "x") or name in ("peak_memory_bytes", "gemm_share")
-)  # fmt: skip
+_SHARES_AND_MEMORY = ("peak_memory_bytes", "gemm_share", "decode_experts_share", "prefill_experts_share")
+OF_THE_MACHINE = frozenset(name for name, metric in METRICS.items() if metric.unit in ("tok/s", "s", "x") or name in _SHARES_AND_MEMORY)
 """Metrics that another machine or another torch moves by more than rounding: everything timed, and the memory a process takes."""
 _DEVICE = ("name", "torch_device", "compute_dtype", "threads")
-_BENCH_IDLE = ("name", "timeout_s", "llama_half_chunks", "llama_half_context")
+_BENCH_IDLE = ("name", "timeout_s", "llama_half_chunks", "llama_half_context", "prefill_tokens", "decode_depths", "wide_lanes", "segment_layers")
 """Fields of a bench that move no number, or only one whose details say so (`_TAKEN`)."""
 _TAKEN = ("bos", "chunks", "context", "cache_state", "corpus", "corpus_sha256", "context_tokens", "requested_tokens")
 """Details of a measurement that must agree."""

@@ -1,4 +1,4 @@
-"""The file that records travel in: JSON lines, a header first, then one record a line with its marks and what it is known by.
+"""The file that records travel in: JSON lines, a header first, then one record a line with its marks and what it is known by; gzipped under a name in .gz.
 
 Every line is checked before any is used: a copy cut short, another program's file, a newer lab's or a line that somebody changed is one error naming
 file and line. The check shows that the file is as it was written, not that its records are true.
@@ -6,7 +6,9 @@ file and line. The check shows that the file is as it was written, not that its 
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +24,7 @@ from lab.soundness import problems
 from lab.standing import Mark, record_id
 
 FORMAT, VERSION = "migration-lab-records", 1
+GZIPPED = ".gz"
 
 
 @dataclass(frozen=True)
@@ -52,21 +55,31 @@ def to_text(parcels: Iterable[Parcel]) -> str:
     return "\n".join([json.dumps(header), *lines]) + "\n"
 
 
+def to_file(parcels: Iterable[Parcel], file: Path) -> bytes:
+    """The bytes of an export file of that name. Gzipped ones carry no time or name, so that the same records give the same bytes but for the header."""
+    content = to_text(parcels).encode()
+    return gzip.compress(content, 9, mtime=0) if file.suffix == GZIPPED else content
+
+
 def is_export(file: Path) -> bool:
     """Whether the file's first line is the header of an export, of whatever version."""
     try:
-        with file.open("rb") as stream:
+        with gzip.open(file) if file.suffix == GZIPPED else file.open("rb") as stream:
             return _is_header(json.loads(stream.readline(1000)))
-    except (OSError, ValueError):
+    except (OSError, ValueError, EOFError, zlib.error):
         return False
 
 
 def read_parcels(file: Path) -> list[Parcel]:
     """Every record of an export file. Raises LabError, naming file and line, unless the whole file is sound."""
     try:
-        lines = file.read_bytes().splitlines()
+        content = file.read_bytes()
     except OSError as error:
         raise LabError(f"{file}: cannot be read: {error.strerror}") from error
+    try:
+        lines = (gzip.decompress(content) if file.suffix == GZIPPED else content).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
+        raise LabError(f"{file}: no whole gzip file ({error}); it was cut short or changed: export it again") from error
     count = _count(file, lines[0] if lines else b"")
     parcels = [_parcel(file, number, line) for number, line in enumerate(lines[1:], 2)]
     if len(parcels) != count:

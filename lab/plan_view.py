@@ -104,7 +104,8 @@ def _resident(kept: Residency) -> str:
     all_of_them = f"all of them need {kept.needed_bytes / GIB:.2f} GiB ({kept.needed_bytes / GB:.2f} GB)"
     if kept.what == "weights":
         all_of_them += f": {kept.total} slots and a budget of {-(-kept.needed_bytes // MB)} MB"
-    return f"{kept.kept} of {kept.total} {kept.what} resident ({kept.limit}); {all_of_them}"
+    status = "; a run would be DEGRADED" if kept.degrades else ""
+    return f"{kept.kept} of {kept.total} {kept.what} resident ({kept.limit}){status}; {all_of_them}"
 
 
 def _ledger_table(title: str, ledger: Ledger) -> Table:

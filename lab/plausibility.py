@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from lab.admission import MAX_ROOFLINE_PCT
+from lab.metrics import WIDE
 
 SENTENCES: Mapping[str, Mapping[str, str]] = {
     "depth_inversion": {
@@ -34,10 +35,15 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
     },
 }
 _TITLES = {"tg": {"en": "TG", "zh": "TG"}, "pp": {"en": "PP", "zh": "PP"}, "agg4": {"en": "4-way", "zh": "4 路"}, "ppl": {"en": "PPL", "zh": "PPL"}}
+_PARTS = (("agg4_", "4-way ", "4 路 "), ("pp", "PP", "PP"), ("tg128_d", "TG at depth ", "TG，上下文 "))
+"""The beginnings of the names in `lab.metrics.WIDE`, in words."""
 _DEPTH = {"en": "{layers} layers", "zh": "{layers} 层"}
 _JOIN = {"en": ", ", "zh": "，"}
 _OTHER_CODE = {"en": "; the two ran different code of the lab", "zh": "；两者运行的实验室代码不同"}
-RATES = ("pp", "tg", "agg4")
+RATES = ("pp", "tg", "agg4", *WIDE)
+"""Quantities that are speeds: those of `lab.registered`, and the metrics that only some benches take, by their own names."""
+_SINGLE = {"agg4": "tg", **{name: name.removeprefix("agg4_") for name in WIDE if name.startswith("agg4_tg")}}
+"""What four sequences together are set against."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Flag:
 
     def sentence(self, language: str = "en") -> str:
         """What does not fit, in one sentence without a full stop."""
-        where = [_TITLES[self.quantity][language], self.series]
+        where = [_title(self.quantity, language), self.series]
         where += [_DEPTH[language].format(layers=self.layers)] if self.layers is not None else []
         sentence = SENTENCES[self.rule][language].format(where=_JOIN[language].join(where), **dict(self.facts))
         return sentence + _OTHER_CODE[language] if self.other_code else sentence
@@ -111,11 +117,22 @@ def _depth_inversions(known: list[Observation]) -> list[Flag]:
     return found
 
 
+def _title(quantity: str, language: str) -> str:
+    """The quantity as people call it."""
+    if quantity in _TITLES:
+        return _TITLES[quantity][language]
+    words, rest = "", quantity.removesuffix("_tok_s")
+    for start, english, chinese in _PARTS:
+        if rest.startswith(start):
+            words, rest = words + (chinese if language == "zh" else english), rest.removeprefix(start)
+    return words + rest
+
+
 def _weak_aggregates(known: list[Observation]) -> list[Flag]:
-    singles = {(o.series, o.layers): o for o in known if o.quantity == "tg"}
+    singles = {(o.quantity, o.series, o.layers): o for o in known if o.quantity in _SINGLE.values()}
     found = []
     for o in known:
-        single = singles.get((o.series, o.layers)) if o.quantity == "agg4" else None
+        single = singles.get((_SINGLE.get(o.quantity, ""), o.series, o.layers))
         if single is not None and o.high < single.low:
             found.append(_flag("aggregate_below_single", (o, single), count="4", aggregate=_rate(o.value), single=_rate(single.value)))
     return found

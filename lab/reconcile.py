@@ -19,6 +19,7 @@ from lab.admission import refuse
 from lab.cell import Cell
 from lab.fallback import fallback_records
 from lab.locks import hold, is_locked
+from lab.places import without_places
 from lab.project import say
 from lab.record import Record, Status
 from lab.standing import record_id
@@ -115,7 +116,7 @@ def _crashed(folder: Path, skeleton: dict[str, Any], attempt: int, reason: str, 
         elapsed_s=max(0.0, round(sign_of_life - datetime.fromisoformat(skeleton["started_at"]).timestamp(), 3)),
     )
     record.provenance["worker"] = {"ended": "lab_killed"}
-    return record
+    return without_places(record)
 
 
 def _moment(timestamp: float) -> str:

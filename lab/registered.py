@@ -103,6 +103,7 @@ class Target(_Strict):
     """A value to reach. `where` picks the cells it applies to by their overrides; empty means all. `source` says who set it.
 
     `quantifier`: `any` is reached by one cell that reaches it, `all` only by every one. Cells that a dead end closes are asked only where one was forced.
+    `of`: `roofline` sets it for the share of the physical bound that was recorded with the value, in %.
     """
 
     metric: str
@@ -112,6 +113,7 @@ class Target(_Strict):
     source: Text
     where: Overrides = Field(default_factory=dict)
     quantifier: Literal["any", "all"] = "all"
+    of: Literal["value", "roofline"] = "value"
 
 
 class OrderCriterion(_Strict):
@@ -123,7 +125,8 @@ class OrderCriterion(_Strict):
 
 
 class ValueCriterion(_Strict):
-    """Holds when `metric` of the one cell picked by `where` compares with `value`, or with `value` times that metric of the cell `against`."""
+    """Holds when `metric` of the one cell picked by `where` compares with `value`, or with `value` times that metric of the cell `against`, or times
+    `against_metric` of the same cell."""
 
     metric: str
     where: Overrides
@@ -131,6 +134,14 @@ class ValueCriterion(_Strict):
     value: float
     unit: str
     against: Overrides | None = None
+    against_metric: str | None = None
+
+    @property
+    def base(self) -> tuple[Overrides, str] | None:
+        """(cell, metric) that the value is a multiple of; None where it stands alone."""
+        if self.against_metric is not None:
+            return self.where, self.against_metric
+        return None if self.against is None else (self.against, self.metric)
 
 
 class Hypothesis(_Strict):
@@ -188,6 +199,27 @@ class NotOwed(_Strict):
     where: Overrides = Field(min_length=1)
     metrics: tuple[str, ...] = Field(min_length=1)
     reason: str = Field(min_length=1)
+
+
+SECTIONS = (
+    "verdicts", "results", "targets", "measured", "hypotheses", "gaps", "dead_ends", "claims", "facts", "capacity", "findings", "boundaries", "provenance",
+    "closing",
+)  # fmt: skip
+"""Sections of a report in the lab's own order; `facts` and `capacity` stand inside `claims` unless a chapter names them."""
+
+
+def _known_sections(value: dict[str, Any]) -> dict[str, Any]:
+    if unknown := sorted(value.keys() - set(SECTIONS)):
+        raise ValueError(f"no section {unknown[0]}; choose from: {', '.join(SECTIONS)}")
+    return value
+
+
+class Chapter(_Strict):
+    """A part of a report that follows somebody's order: its title and its sections, each under a title of its own or, with null, the usual one. The title of a
+    chapter with one section is that section's."""
+
+    title: Text
+    sections: Annotated[dict[str, Text | None], Field(min_length=1), AfterValidator(_known_sections)]
 
 
 class ModelFact(_Strict):

@@ -35,6 +35,7 @@ def params(record: Record) -> dict[str, str]:
             flat[f"options.{component}"] = json.dumps(part["options"], sort_keys=True)
     # Absent from the cells of before there were such choices, and then as their default is.
     flat["mode"] = cell.get("mode", "auto")
+    flat |= {"disable": cell["disable"]} if cell.get("disable") else {}
     flat |= {f"placement.{key}": value for key, value in cell.get("placement", {}).items() if value is not None}
     return {name: _fit(str(value)) for name, value in flat.items()}
 

@@ -32,6 +32,7 @@ from lab.fill import fill_command
 from lab.fitting import capacity_gate
 from lab.gates import not_checked, passed
 from lab.locks import GaveUpError, hold
+from lab.places import without_places
 from lab.preflight import Clearance, clear
 from lab.project import Project, say
 from lab.reconcile import reconcile
@@ -203,7 +204,7 @@ class Runner:
 
     def _record(self, skeleton: dict[str, Any], number: int, decision: Decision, outcome: Outcome | None = None, gates: Sequence[GateResult] = ()) -> Record:
         other = () if self.worker_argv == WORKER_ARGV else (f"measured by another worker than lab.worker: {' '.join(self.worker_argv)}",)
-        return assemble(skeleton, number, decision, outcome, gates, other)
+        return without_places(assemble(skeleton, number, decision, outcome, gates, other))
 
     def _store(self, attempt: Attempt, record: Record) -> CellRun:
         try:

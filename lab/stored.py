@@ -87,15 +87,15 @@ def record_text(record: Record) -> str:
     return record.model_dump_json(indent=1) + "\n"
 
 
-def write_atomic(file: Path, text: str) -> None:
-    """Write `text` so that `file` is either absent, the old one or the whole new one, also after a power cut. Raises OSError."""
+def write_atomic(file: Path, text: str | bytes) -> None:
+    """Write `text` (UTF-8) or bytes so that `file` is either absent, the old one or the whole new one, also after a power cut. Raises OSError."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(file)) from None  # the file meant, not the one beside it
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            write_through(stream, text.encode())
+            write_through(stream, text.encode() if isinstance(text, str) else text)
         os.chmod(name, 0o644)
         os.replace(name, file)
     except BaseException as error:

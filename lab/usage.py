@@ -79,8 +79,8 @@ is kept beside the record with the time and the user's name, and travels with it
 
 EXPORT_HELP = """python -m lab export FILE [experiment=NAME]
 
-Writes every record (or those of an experiment's cells), with their marks, to one file of JSON lines for `import` on another machine. Log files do not
-travel. An earlier export of that name is replaced, any other file is not. Exit: 0, 2."""
+Writes every record (or those of an experiment's cells), with their marks, to one file of JSON lines for `import` on another machine, gzipped under a
+name in .gz. Log files do not travel. An earlier export of that name is replaced, any other file is not. Exit: 0, 2."""
 
 IMPORT_HELP = """python -m lab import [FILE ...]
 

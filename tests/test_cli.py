@@ -186,7 +186,7 @@ def test_show_prints_the_cell_and_measures_nothing(project: Project, capsys: pyt
 def test_ls_names_every_choice(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls"]) == 0
     out = capsys.readouterr().out
-    for text in ("model=nano", "path=expert_q2 ", "unsupported: tiered placement", "device=auto", "bench=thorough", "  q2_g32"):
+    for text in ("model=nano", "path=expert_q2 ", "path=tiered ", "device=auto", "bench=thorough", "  q2_g32"):
         assert text in out
     assert cli.main(["ls", "benches"]) == 0
     assert "paths:" not in capsys.readouterr().out

@@ -311,3 +311,17 @@ def test_an_import_needs_no_file_and_knows_its_flags(east: Project, capsys: pyte
     assert capsys.readouterr().out == "0 records: 0 mirrored now, 0 not, the rest were there\n"
     with pytest.raises(LabError, match="--all: unknown flag of `import`"):
         import_command(east, ["--all"])
+
+
+def test_a_gzipped_export_is_the_same_records_and_a_broken_one_is_one_line(east: Project, tmp_path: Path) -> None:
+    file = exported(east, "out.jsonl.gz")
+    plain = exported(east)
+    assert [parcel.record_id for parcel in read_parcels(file)] == [parcel.record_id for parcel in read_parcels(plain)] != []
+    assert file.stat().st_size < plain.stat().st_size / 2
+    assert export_command(east, [str(file)]) == 0, "an earlier export of that name is replaced"
+    (cut := tmp_path / "cut.jsonl.gz").write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(LabError, match=r"cut\.jsonl\.gz: no whole gzip file"):
+        read_parcels(cut)
+    (other := tmp_path / "other.jsonl.gz").write_bytes(b"not gzipped")
+    with pytest.raises(LabError, match="is there and is no export of the lab"):
+        export_command(east, [str(other)])

@@ -77,3 +77,15 @@ def test_every_rule_has_its_sentence_in_both_languages(rule: str) -> None:
         assert "{" not in text.format(**dict.fromkeys(names, "x"))
     chinese = Flag(rule, ("a",), "agg4", "some path", 3, tuple((name, "1") for name in names if name != "where")).sentence("zh")
     assert "layers" not in chinese and "4-way" not in chinese and "\uff1a" in chinese
+
+
+def test_rates_at_other_depths_and_lengths_stand_under_the_same_rules() -> None:
+    deep = [seen("a", "tg128_d4096_tok_s", 100, 3), seen("b", "tg128_d4096_tok_s", 200, 6), seen("c", "agg4_tg128_d4096_tok_s", 90, 3)]
+    assert about(flags(deep)) == {("depth_inversion", ("a", "b")), ("aggregate_below_single", ("c", "a"))}
+    weak = next(flag for flag in flags(deep) if flag.rule == "aggregate_below_single")
+    assert weak.sentence().startswith("4-way TG at depth 4096, paiton_native, 3 layers: 4 sequences together reach 90 tok/s")
+    assert weak.sentence("zh").startswith("4 路 TG，上下文 4096，paiton_native")
+    # A rate at another depth or of a prompt is no single stream of this one, and long prompts together may be slower than one.
+    assert not flags(
+        [seen("c", "agg4_tg128_d4096_tok_s", 90, 3), seen("d", "tg", 100, 3), seen("e", "agg4_pp4096_tok_s", 90, 3), seen("f", "pp4096_tok_s", 100, 3)]
+    )

@@ -25,9 +25,12 @@ from lab.measure.parity import step_parity
 from lab.measure.perplexity import PerplexityTally
 from lab.measure.reference import BATCH, OTHER_BATCH, is_its_own_reference, load_reference
 from lab.measure.scoring import score_windows
-from lab.measure.stage import STAGE, stage_measures
+from lab.measure.shares import SHARES, component_shares
+from lab.measure.stage import STAGE, Found, stage_measures
 from lab.measure.text import Corpus, load_corpus
 from lab.measure.throughput import LANES, decode_rate, prefill_rate
+from lab.measure.tiers import tier_metrics
+from lab.measure.wide import measure, owed, passes
 from lab.metrics import METRICS
 from lab.models import inventory
 from lab.provenance import code_sha256
@@ -73,16 +76,37 @@ class LocalAttempt(Attempt):
             self.phase("parity", "steps against the whole")
             self.result.evidence["parity"] = step_parity(engine, corpus)
         except ValueError as error:
-            self.gap((*QUALITY, *(ASKED if cell.bench.llama_half_chunks else ()), *SPEED), Status.NUMERIC_INVALID, one_line(error))
+            asked = (*(ASKED if cell.bench.llama_half_chunks else ()), *owed(cell.bench))
+            self.gap((*QUALITY, *asked, *SPEED), Status.NUMERIC_INVALID, one_line(error))
         else:
             self._time(engine, corpus, bounds)
         peak = {"of": "device, from load on" if device.type == "cuda" else "process: Python, text, reference log-probabilities and scores included"}
         self.keep(peak_memory_bytes=_value("peak_memory_bytes", engine.peak_memory_bytes(), peak))
+        if cell.layers in cell.bench.segment_layers:
+            self.phase("segments", "share of each component, from a trace")
+            found = Found()
+            try:
+                found.attempt(SHARES, lambda: component_shares(engine, corpus))
+            except Exception as error:  # a profiler that fails, however it does, must not cost what was measured before it
+                self.gap(SHARES, Status.INFRA, f"the profiler failed: {one_line(error)}")
+            self.keep(**found.metrics)
+            self.result.gaps |= found.gaps
         if cell.path.format == "vqf":
             self._stage(engine, corpus)
         self._collect_evidence(engine)
-        if engine.graphs.reason is not None and (device.type == "cuda" or self.cell.mode == "graph"):
+        if cell.model.table_rows is not None:
+            self.result.notes.append(table_note(cell.model.table_rows))
+        if cell.disable is not None:
+            self.result.evidence["disabled"] = cell.disable
+            self.result.notes.append(f"disable={cell.disable}: made to fail on purpose, to see what the record says of it")
+        if engine.graphs.reason is not None and (device.type == "cuda" or cell.mode == "graph"):
             self.result.notes.append(f"decoded operation by operation, not as a graph: {engine.graphs.reason}")
+        if engine.graphs.prompt_reason is not None and cell.mode != "eager":
+            self.result.notes.append(f"prompts ran operation by operation, not as graphs: {engine.graphs.prompt_reason}")
+        self.result.notes += [
+            f"{one['component']}: {one['codec']} has a GPU kernel, and {one['operations']} operations ran as torch: {one['reason']}"
+            for one in self.result.evidence["fallbacks"]
+        ]
 
     def _bounds(self, device: torch.device) -> dict[str, Any] | None:
         """The machine's bounds, taken before a model fills the memory. Without them speeds are measured all the same, only without a roofline."""
@@ -166,7 +190,33 @@ class LocalAttempt(Attempt):
         rate, read = decode_rate(engine, corpus, 1, bench.warmup, bench.repeats, bounds)
         self.keep(tg128_tok_s=rate, decode_bytes_per_token=read)
         self.phase("decode", f"{LANES} sequences, {bench.warmup} + {bench.repeats} runs of 128 tokens")
-        self.keep(agg4_tg128_tok_s=decode_rate(engine, corpus, LANES, bench.warmup, bench.repeats, bounds)[0])
+        try:
+            self.keep(agg4_tg128_tok_s=decode_rate(engine, corpus, LANES, bench.warmup, bench.repeats, bounds)[0])
+        except GapError as error:  # slots for one sequence, and not for so many
+            self.gap(("agg4_tg128_tok_s",), error.status, one_line(error))
+        self._wide(engine, corpus, bounds)
+        if engine.tiers is not None and engine.tiers.layers:
+            self.phase("tiers", "routing of a text, rate of copies")
+            self.keep(**tier_metrics(engine, self.cell, corpus, rate, bounds))
+
+    def _wide(self, engine: LocalEngine, corpus: Corpus, bounds: dict[str, Any] | None) -> None:
+        """The further prompts and contexts of the bench. What one of them cannot give leaves the others standing."""
+        bench = self.cell.bench
+        for one in passes(bench):
+            what = [f"prompts of {one.tokens} tokens"] if one.prefill else []
+            what += [f"128 steps after {one.tokens}"] if one.decode else []
+            self.phase("wide", f"{bench.warmup} + {bench.repeats} runs: {one.lanes} sequence{'s' * (one.lanes > 1)}, {', '.join(what)}")
+            try:
+                self.keep(**measure(engine, corpus, one, bench.warmup, bench.repeats, bounds))
+            except GapError as error:
+                self.gap(one.names, error.status, one_line(error))
+            except LabError as error:
+                self.gap(one.names, Status.UNSUPPORTED, one_line(error))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.gap(one.names, Status.OOM, one_line(error))
+                engine.free_cached()
 
     def _stage(self, engine: LocalEngine, corpus: Corpus) -> None:
         """The measures that a stage owes, after everything else: the profiler and the CPU's side would show in peak memory."""
@@ -181,6 +231,11 @@ class LocalAttempt(Attempt):
         model = inventory(engine.config)
         if engine.strips is not None:
             self.result.evidence["strips"] = engine.strips.evidence()
+        if engine.tiers is not None:
+            self.result.evidence["tiers"] = engine.tiers.evidence()
+        if engine.pinned.nbytes or engine.pinned.refused:
+            self.result.evidence["pinned"] = engine.pinned.evidence()
+            self.result.notes += [f"fallback: {reason}" for reason in engine.pinned.refused]
         self.result.evidence |= {
             "ops": engine.counters.as_list(),
             "resident": engine.binder.resident(),
@@ -194,6 +249,7 @@ class LocalAttempt(Attempt):
             "encoding": engine.binder.cosines(),
             "kernels": {op: sorted(names) for op, names in sorted(engine.counters.kernels.items()) if names},
             "gpu_kernels": dict(engine.binder.kernels),
+            "fallbacks": engine.binder.fallbacks_as_list(),
             "graph": engine.graphs.evidence(),
             "codec_options": {name: codec.options for name, codec in engine.binder.codecs.items()},
         }
@@ -212,6 +268,11 @@ def environment(device: torch.device) -> dict[str, Any]:
             "hip": torch.version.hip,
         }
     return found
+
+
+def table_note(rows: int) -> str:
+    """What a record says of a synthetic model with a smaller table."""
+    return f"n-gram table of {rows} rows (model.table_rows), not the model's own size: bytes and misses of the table are not the true model's"
 
 
 def _value(name: str, value: float, details: dict[str, Any]) -> Measurement:

@@ -1,0 +1,44 @@
+"""The one command for all kernels: nothing is timed after a red part, and every part exists. What it does not prove: what a GPU says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.gpu_bench import parts, run_all
+
+
+def test_a_red_part_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[str] = []
+
+    def run(name: str, words: Sequence[str]) -> int:
+        ran.append(name)
+        return 1 if name == "flash_next_bench" else 0
+
+    assert run_all(parts(8, None), run) == 1
+    assert ran == ["kernel_bench", "flash_next_bench"]
+    assert "flash_next_bench ended with exit code 1" in capsys.readouterr().out
+
+
+def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_all([("humming_bench", (), "no_such_package")], lambda name, words: 1) == 0
+    assert "humming_bench: not run, no_such_package is not installed" in capsys.readouterr().out
+
+
+def test_every_part_is_a_module_and_keeps_its_samples(tmp_path: Path) -> None:
+    todo = parts(8, tmp_path)
+    assert all(find_spec(f"experiments.{name}") is not None for name, _, _ in todo)
+    assert {Path(words[-1]).name for _, words, _ in todo if "--out" in words} == {"kernels.json", "gguf.json", "humming.json"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    done = subprocess.run([sys.executable, "-m", "experiments.gpu_bench"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("gpu_bench needs a GPU")
