@@ -11,6 +11,7 @@ What it does not prove: anything about a real checkpoint's values, or that Kestr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 import threading
@@ -35,19 +36,22 @@ _POLL_S = 0.01
 
 
 @contextmanager
-def peak_anonymous() -> Iterator[Callable[[], int]]:
-    """The most private memory in bytes (RssAnon of /proc/self/status, asked every 10 ms): pages of mapped files are the system's to take back."""
+def peak_memory() -> Iterator[Callable[[], tuple[int, int]]]:
+    """(most private memory, most resident memory) in bytes since it was entered. Private: RssAnon + RssShmem, asked every 10 ms. Resident: VmHWM, kept by the
+    system and set back here where it lets itself be: it also counts pages of mapped files, which the system may take back at any time."""
     most, over = 0, threading.Event()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak starts again from now
 
     def watch() -> None:
         nonlocal most
         while not over.wait(_POLL_S):
-            most = max(most, _status("RssAnon"))
+            most = max(most, _status("RssAnon") + _status("RssShmem"))
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        yield lambda: most
+        yield lambda: (most, _status("VmHWM"))
     finally:
         over.set()
         thread.join()
@@ -75,21 +79,37 @@ def main() -> None:
     print(f"{asked.geometry}: {config.num_layers} layers of width {config.hidden_size}, {torch.get_num_threads()} threads", flush=True)
     with tempfile.TemporaryDirectory(dir=asked.folder) as place:
         old, new = Path(place) / "old.vqf", Path(place) / "new.vqf"
-        started = time.perf_counter()
-        with peak_anonymous() as peak:
+        started, worked = time.perf_counter(), time.process_time()
+        with peak_memory() as peak:
             written = write_vqf(weights, config, tokenizer, old, asked.wmode, layout=0x1)
         count = sum(each.weights for each in written.sums.values())
-        _say("written", written.nbytes, time.perf_counter() - started, peak(), f", {count / 1e9:.2f} G weights encoded and compared")
-        started = time.perf_counter()
-        with peak_anonymous() as peak:
+        _say(
+            "written",
+            written.nbytes,
+            time.perf_counter() - started,
+            time.process_time() - worked,
+            peak(),
+            f", {count / 1e9:.2f} G weights encoded and compared",
+        )
+        started, worked = time.perf_counter(), time.process_time()
+        with peak_memory() as peak:
             moved = relayout(VqfFile(old), new, 0x3)
-        _say(f"laid out {moved.from_layout:#x} -> {moved.to_layout:#x}", moved.nbytes, time.perf_counter() - started, peak(), ", compared")
+        _say(
+            f"laid out {moved.from_layout:#x} -> {moved.to_layout:#x}",
+            moved.nbytes,
+            time.perf_counter() - started,
+            time.process_time() - worked,
+            peak(),
+            ", compared",
+        )
         opened = VqfArtifact(new).config()  # through the gate
-        print(f"opens as {opened.num_layers} layers; most resident since the start, mapped files included: {_status('VmHWM') / 1e9:.2f} GB")
+        print(f"opens as {opened.num_layers} layers")
 
 
-def _say(what: str, nbytes: int, seconds: float, peak: int, more: str) -> None:
-    print(f"{what}: {nbytes / 1e9:.2f} GB in {seconds:.1f} s, {nbytes / seconds / 1e6:.0f} MB/s{more}; peak private memory {peak / 1e9:.2f} GB", flush=True)
+def _say(what: str, nbytes: int, seconds: float, worked_s: float, peak: tuple[int, int], more: str) -> None:
+    memory = f"peak private memory {peak[0] / 1e9:.2f} GB, peak resident memory with mapped files {peak[1] / 1e9:.2f} GB"
+    speed = f"{nbytes / 1e9:.2f} GB in {seconds:.1f} s, {nbytes / seconds / 1e6:.0f} MB/s, {worked_s:.0f} s of processor time"
+    print(f"{what}: {speed}{more}; {memory}", flush=True)
 
 
 if __name__ == "__main__":

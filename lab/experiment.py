@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 from lab.errors import LabError
 from lab.experiment_checks import findings
 from lab.marks import MarkedYaml
-from lab.registered import Account, Claim, DeadEnd, Hypothesis, ModelFact, NotOwed, Overrides, Plain, Question, Target, Text, _Strict, as_text
+from lab.registered import Account, Chapter, Claim, DeadEnd, Hypothesis, ModelFact, NotOwed, Overrides, Plain, Question, Target, Text, _Strict, as_text
 
 
 class Experiment(_Strict):
@@ -45,6 +45,7 @@ class Experiment(_Strict):
     facts: tuple[ModelFact, ...] = ()
     accounts: tuple[Account, ...] = ()
     boundaries: tuple[Text, ...] = ()
+    chapters: tuple[Chapter, ...] = ()
     source: str = Field(default="", exclude=True)
     sha256: str = Field(default="", exclude=True)
 

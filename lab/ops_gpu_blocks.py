@@ -61,6 +61,28 @@ class BlockLinear:
         return (found[0] if len(found) == 1 else torch.cat(found, -1)).view(*x.shape[:-1], -1)
 
 
+class JoinedLinear:
+    """Several maps of one input as one product: x [..., in] -> their outputs side by side. Each goes on serving alone, from the same memory."""
+
+    def __init__(self, ops: Sequence[BlockLinear], matrix: GpuMatrix) -> None:
+        self.blocks, self.matrix = [block for op in ops for block in op.blocks], matrix
+
+    def __call__(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        for block in self.blocks:
+            block.packed.count(len(flat), 2 * len(flat) * block.packed.shape[0] * block.packed.shape[1])
+        return self.matrix.times(flat.contiguous()).view(*x.shape[:-1], -1)
+
+
+def join(ops: Sequence[object]) -> JoinedLinear | None:
+    """The maps as one, or None where they are no blocks of one type, or read their inputs in another order."""
+    held = [op for op in ops if isinstance(op, BlockLinear) and op.order is None]
+    if len(held) < len(ops) or len(ops) < 2:
+        return None
+    matrix = GpuMatrix.joined([block.matrix for op in held for block in op.blocks])
+    return None if matrix is None else JoinedLinear(held, matrix)
+
+
 class BlockExperts:
     """Routed experts, one (token, expert) slot at a time: nothing depends on counts, so that nothing waits for the device."""
 

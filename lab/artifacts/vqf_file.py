@@ -34,7 +34,8 @@ class VqfFile:
     def __init__(self, path: Path) -> None:
         """Raises LabError in one line naming the file and what is wrong with it."""
         self.path = path
-        self._data = _mapped(path)
+        self._map = _mapped(path)
+        self._data: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.header: Header = read_header(path, self._data[:HEADER_BYTES].tobytes(), len(self._data))
         directory_end = HEADER_BYTES + ENTRY_BYTES * self.header.n_tensors
         entries = read_directory(path, self._data[:directory_end].tobytes(), self.header)
@@ -60,6 +61,14 @@ class VqfFile:
         """
         entry = self.entry(name)
         return self._data[entry.offset : entry.offset + entry.nbytes]
+
+    def forget(self, start: int, stop: int) -> None:
+        """Takes the bytes [start, stop) of the file out of what counts as resident in this process; they stay in the system's cache and can be read again.
+        For one pass over a file larger than memory: pages that were read would otherwise stay mapped until the system is short of them."""
+        page = mmap.PAGESIZE
+        first, last = start // page * page, min(-(-stop // page) * page, len(self._data))
+        if hasattr(mmap, "MADV_DONTNEED") and last > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def entry(self, name: str) -> Entry:
         """The directory's entry. Raises LabError where there is none."""
@@ -97,6 +106,7 @@ class VqfFile:
         state = fnv1a(self._data[HEADER_BYTES : HEADER_BYTES + ENTRY_BYTES * self.header.n_tensors], state)
         for at in range(start, end, _PIECE):
             state = fnv1a(self._data[at : min(at + _PIECE, end)], state)
+            self.forget(at, min(at + _PIECE, end))
             if progress is not None:
                 progress(min(at + _PIECE, end) - start, end - start, "checking the sum")
         if state != stored:
@@ -104,11 +114,11 @@ class VqfFile:
         return True
 
 
-def _mapped(path: Path) -> Bytes:
+def _mapped(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as handle:
             if not handle.seek(0, 2):
                 raise LabError(f"{path}: empty file")
-            return np.frombuffer(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise LabError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None

@@ -84,14 +84,15 @@ def _check_target(source: VqfFile, layout: int) -> None:
 
 
 def _copy(source: VqfFile, sink: VqfSink, name: str) -> None:
-    raw = source.raw(name)
+    raw, start = source.raw(name), source.entry(name).offset
     for at in range(0, len(raw), _PIECE):
         sink.put(name, at, raw[at : at + _PIECE])
+        source.forget(start + at, start + min(at + _PIECE, len(raw)))
 
 
 def _move(source: VqfFile, sink: VqfSink, name: str, old: VqfWeights, target: VqfCodec) -> None:
     """Every layer of a matrix from its old places to the new ones. Raises LabError if a piece does not come back as it was."""
-    kind, at = name.partition("_")[2], 0
+    kind, at, start = name.partition("_")[2], 0, source.entry(name).offset
     for raw in [source.raw(name)] if kind == "lm" else (source.layer(name, i) for i in range(source.header.arch.n_layers)):
         stored = old.stored(raw, kind)
         before = stored.codec
@@ -103,4 +104,5 @@ def _move(source: VqfFile, sink: VqfSink, name: str, old: VqfWeights, target: Vq
                 raise LabError(f"{source.path}: tensor {name} does not come back from {target.name} as it was")
             data = parts[PART].reshape(-1)
             sink.put(name, at, data.numpy())
+            source.forget(start + at, start + at + data.numel())
             at += data.numel()

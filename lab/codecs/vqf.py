@@ -17,7 +17,8 @@ from torch import Tensor
 from lab.codecs.base import Codec, Parts, take
 from lab.codecs.gguf import GGUF_CODECS
 from lab.codecs.gguf import PART as _GGUF_PART
-from lab.codecs.vqf_encode import ENCODERS, GROUP
+from lab.codecs.gguf_bits import half
+from lab.codecs.vqf_encode import GROUP, encoded
 from lab.codecs.vqf_tiles import BLOCK, Q4_4X4, Q4_8X8L, Q8_4X4, Q8_8X8, Tile
 from lab.errors import LabError
 
@@ -46,10 +47,15 @@ class VqfCodec(Codec):
         packed = torch.empty(*weight.shape[:-1], self.row_bytes(cols), dtype=torch.uint8, device=weight.device)
         flat = packed.view(-1, packed.shape[-1])
         for where, chunk in self.chunks(weight):
-            flat[where] = ENCODERS[self.plain](chunk)
-            if not bool(torch.isfinite(self._decoded(flat[where], cols)).all()):
+            flat[where] = encoded(self.plain, chunk)
+            if not self._is_finite(flat[where], cols):
                 raise LabError(f"codec {self.name}: weights up to {float(chunk.abs().max()):.3g} do not fit its 16-bit floats; scale the tensor first")
         return self.laid_out(packed)
+
+    def _is_finite(self, blocks: Tensor, cols: int) -> bool:
+        """Whether all weights of plain blocks are; where blocks have scales, that is whether these are."""
+        values = self._decoded(blocks, cols) if self.block == 1 else half(blocks.reshape(-1, self.block_bytes), 0)
+        return bool(torch.isfinite(torch.stack(values.aminmax())).all())  # one pass; NaN and infinities reach the ends
 
     def laid_out(self, packed: Tensor) -> Parts:
         """Plain blocks [..., rows, bytes a row] of the type `plain` as this type's parts; a tiled type copies."""

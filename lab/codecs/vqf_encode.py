@@ -98,3 +98,11 @@ def _f16(scale: Tensor) -> Tensor:
 
 ENCODERS: dict[str, Encoder] = {"F32": f32, "F16": f16_cut, "Q8_0": q8_0, "G256": g256, "Q4_0": q4_0, "Q4I": q4i}
 """By the name of the plain type."""
+
+
+def encoded(plain: str, rows: Tensor) -> Tensor:
+    """float32 [n, cols], finite -> uint8 [n, bytes a row] of the plain type: natively where that is there, which gives the same bytes, else by ENCODERS."""
+    from lab.kernels.native import vqf as native  # here, because the kernels' package imports this one
+
+    found = native.encode(plain, rows)
+    return ENCODERS[plain](rows) if found is None else found

@@ -68,6 +68,10 @@ class Strip:
         self.cache, self.source, self.layer, self.component, self.first = cache, source, layer, component, first
         self.nbytes, self.at = STRIP.nbytes(source.shape), dict[str, Parts]()
 
+    def stays(self) -> bool:
+        """Whether it is held where it is computed from, so that nothing is fetched at a call. Settled once everything is loaded."""
+        return self.cache.limits[-1].where in self.at
+
     def packed(self) -> Packed:
         """The weight for one call. What has to be built or moved for it is counted as read once more."""
         held, counters = self.at.get(self.cache.limits[-1].where), self.cache.counters

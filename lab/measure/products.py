@@ -1,20 +1,22 @@
 """Every matrix product of a dense transformer on its own, device against CPU, protocol `verify@1`.
 
 Each matrix gets the same random rows on both sides, and all outputs are compared: a matrix that a kernel or a layout reads wrongly is named, where a
-perplexity would only be a little worse. One row goes through what decodes, seventeen through what prefills. It does not compare attention, norms or the
-cache; greedy ids and likelihoods do.
+perplexity would only be a little worse. One row and four go through what decodes - where a captured step joins matrices into one launch, through that launch -
+and seventeen through what prefills. It does not compare attention, norms or the cache; greedy ids and likelihoods do.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lab.engines.graphs import MOST_SEQUENCES
 from lab.engines.local import LocalEngine
 from lab.errors import GapError
 from lab.metrics import METRICS
@@ -23,8 +25,8 @@ from lab.models.transformer.mlp import DenseMlp
 from lab.models.transformer.model import Transformer
 from lab.record import Measurement, Status
 
-ROWS = (1, 17)
-"""Rows of activations in the two calls: up to 16 share the kernels of decoding (lab.ops.MAX_NATIVE_ROWS), 17 do not."""
+ROWS = (1, 4, 17)
+"""Rows of activations in the calls: as many sequences as are decoded in a cell, and more than any kernel of decoding takes (lab.ops.MAX_NATIVE_ROWS)."""
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 """By the device's compute dtype. bfloat16: the output alone is rounded by 2^-9 of itself, and one of 40,000 normal outputs reaches 4 to 5 times the row's
@@ -57,6 +59,34 @@ def products(model: Model) -> Iterator[Product]:
     yield Product("lm_head", "head", model, "head", sizes.hidden_size)
 
 
+Stack = tuple[Any, str, str, tuple[str, ...], tuple[int, ...]]
+"""(holder, attribute, kind, names of the matrices, rows of each) of a step's operation that multiplies several matrices in one launch."""
+
+
+def stacked_products(step: Any) -> list[Stack]:
+    """Those of a transformer's decode step, in the order of layers; empty for any other step, or None."""
+    found: list[Stack] = []
+    for index, layer in enumerate(getattr(step, "layers", ())):
+        for holder, attribute, kind, names, rows in layer.stacked():
+            part = "self_attn" if kind == "attention" else "mlp"
+            found.append((holder, attribute, kind, tuple(f"layers.{index}.{part}.{name}_proj" for name in names), rows))
+    return found
+
+
+def decoding(engine: LocalEngine) -> dict[str, Callable[[Tensor], Tensor]]:
+    """{name: rows [n, in] -> outputs [n, out]} of the matrices that decoding multiplies together with others."""
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    for holder, attribute, _, names, rows in stacked_products(engine.graphs.plain_step()):
+        for place, name in enumerate(names):
+            start = sum(rows[:place])
+            found[name] = partial(_slice, getattr(holder, attribute), start, start + rows[place])
+    return found
+
+
+def _slice(operation: Callable[[Tensor], Tensor], start: int, stop: int, x: Tensor) -> Tensor:
+    return operation(x)[..., start:stop]
+
+
 def random_rows(name: str, rows: int, width: int) -> Tensor:
     """float32 [rows, width], normal, the same for the same arguments everywhere; values that bfloat16 holds exactly, so that both sides read the same."""
     seed = int.from_bytes(hashlib.sha256(f"{name} {rows}".encode()).digest()[:6], "little")
@@ -66,12 +96,16 @@ def random_rows(name: str, rows: int, width: int) -> Tensor:
 @torch.no_grad()
 def random_outputs(engine: LocalEngine) -> dict[str, Tensor]:
     """{name: float32 [sum of ROWS, out], on the CPU}: every matrix applied to its random rows. These calls belong to no token and are not counted."""
-    found = {}
+    found, together = {}, decoding(engine)
     with engine.counters.recording():
         for product in products(engine.model):
             operation = getattr(product.owner, product.attribute)
-            inputs = [random_rows(product.name, rows, product.width).to(engine.device, engine.dtype) for rows in ROWS]
-            found[product.name] = torch.cat([operation(x).float().cpu() for x in inputs])
+            outputs = []
+            for rows in ROWS:
+                x = random_rows(product.name, rows, product.width).to(engine.device, engine.dtype)
+                used = together.get(product.name, operation) if rows <= MOST_SEQUENCES else operation
+                outputs.append(used(x).float().cpu())
+            found[product.name] = torch.cat(outputs)
     return found
 
 
@@ -92,14 +126,16 @@ def compare(cpu: dict[str, Tensor], device: dict[str, Tensor]) -> dict[str, dict
     return found
 
 
-def verify_metric(cpu: dict[str, Tensor], device: dict[str, Tensor], dtype: torch.dtype) -> Measurement:
-    """verify_max_rel_err, with the worst matrix's name and every matrix's errors. `dtype` is what the device computes in."""
+def verify_metric(cpu: dict[str, Tensor], device: dict[str, Tensor], dtype: torch.dtype, joined: int = 0) -> Measurement:
+    """verify_max_rel_err, with the worst matrix's name and every matrix's errors. `dtype` is what the device computes in; `joined` the number of matrices that
+    its decode step multiplies together with others."""
     errors = compare(cpu, device)
     worst = max(errors, key=lambda name: errors[name]["max"])
     tolerance = TOLERANCE[str(dtype).removeprefix("torch.")]
     details: dict[str, Any] = {
         "definition": "|device - CPU| / rms of the CPU's output row, largest over all outputs of all matrices; same random rows on both sides, all compared",
         "rows": list(ROWS),
+        "joined": joined,
         "input": "normal, rounded to bfloat16, seeded by the matrix's name",
         "worst": worst,
         "mean": sum(e["mean"] for e in errors.values()) / len(errors),

@@ -17,7 +17,7 @@ from lab.engines.local import LocalEngine, is_out_of_memory
 from lab.errors import GapError, LabError
 from lab.measure.greedy import greedy_metrics
 from lab.measure.passages import nll_metric, passages_nll
-from lab.measure.products import random_outputs, verify_metric
+from lab.measure.products import decoding, random_outputs, verify_metric
 from lab.measure.segments import gemm_share
 from lab.measure.text import Corpus
 from lab.measure.twin import multiples, one_side, run_twin
@@ -85,7 +85,7 @@ def _against_cpu(engine: LocalEngine, cell: Cell, root: Path, corpus: Corpus, ph
     return {
         **multiples(cpu, device),
         **greedy_metrics(cpu.greedy, device.greedy, corpus),
-        "verify_max_rel_err": verify_metric(outputs, random_outputs(engine), engine.dtype),
+        "verify_max_rel_err": verify_metric(outputs, random_outputs(engine), engine.dtype, len(decoding(engine))),
         "nll_rel_diff": rel_diff(nll_metric(cpu.nll, corpus), nll_metric(device.nll, corpus)),
     }
 

@@ -38,6 +38,8 @@ class Slot:
 def target_chart(matrix: Matrix, result: TargetResult, claims: Claims) -> str | None:
     """The target as a line, its cells as bars or empty slots; None where nothing is measured or reported."""
     metric = result.target.metric
+    if result.target.of == "roofline":
+        return _share_chart(matrix, result)
     inside = {aim.entry.row.key for aim in result.aims}
     slots = [_slot_of(matrix, aim.entry, claims) for aim in result.aims]
     others = {item.ours.row.key: item.ours for item in claims.beside(metric) if item.ours is not None and not item.claim.void}
@@ -48,6 +50,29 @@ def target_chart(matrix: Matrix, result: TargetResult, claims: Claims) -> str | 
     hidden = len(slots) - len(telling) if len(slots) > MAX_SLOTS else 0
     title = f"{METRICS[metric].title}: target {result.target.comparison} {as_registered(metric, result.target.value)}"
     return _bars(metric, telling if hidden else slots, result.target.value, title + (f" ({hidden} more gaps not drawn)" if hidden else ""))
+
+
+def _share_chart(matrix: Matrix, result: TargetResult) -> str | None:
+    """The same where the target is a share of the bound: every cell of it, in percent; None where no share is recorded."""
+    target = result.target
+    shares = [(_name(matrix, aim.entry), aim.entry, aim.entry.measurement.roofline_pct if aim.entry.measurement else None) for aim in result.aims]
+    if not any(share is not None for _, _, share in shares):
+        return None
+    made, axes = figure(7.6, 1.1 + 0.36 * len(shares))
+    right = max(100.0, 1.15 * max(share or 0.0 for _, _, share in shares))
+    for place, (_, entry, share) in enumerate(shares):
+        if share is None:
+            _empty(axes, place, str(entry.gap.status) if entry.gap else "no roofline", right)
+        else:
+            axes.barh(place, share, height=0.55, color=BAR)
+            _text(axes, share, place, f"{share:.3g} %", INK)
+    axes.axvline(target.value, color=LIMIT, linewidth=1.6, zorder=3)
+    axes.set_yticks(range(len(shares)), [name for name, _, _ in shares])
+    axes.set_ylim(len(shares) - 0.5, -0.5)
+    axes.set_xlim(0.0, right)
+    axes.set_xlabel(f"{METRICS[target.metric].title}, % of roofline")
+    made.suptitle(f"{METRICS[target.metric].title}: target {target.comparison} {target.value:.10g} % of roofline", x=0.01, ha="left", fontsize=10)
+    return svg(made)
 
 
 def _slot_of(matrix: Matrix, entry: Entry, claims: Claims, remark: str = "") -> Slot:
@@ -62,7 +87,7 @@ def steps_chart(matrix: Matrix, verdict: Verdict) -> str | None:
         return None
     base = verdict.entries[1].measurement if len(verdict.entries) > 1 and isinstance(rule, ValueCriterion) else None
     limit = None
-    if isinstance(rule, ValueCriterion) and (rule.against is None or base is not None):
+    if isinstance(rule, ValueCriterion) and (rule.base is None or base is not None):
         limit = rule.value * (base.value if base is not None else 1.0)
     slots = [Slot(_name(matrix, entry), entry) for entry in verdict.entries]
     return _bars(rule.metric, slots, limit, f"{matrix.experiment.name}, {verdict.hypothesis.id}: {verdict.word}")
@@ -98,13 +123,17 @@ def _slot(axes: Axes, metric: str, place: int, slot: Slot, right: float) -> None
         axes.barh(place, value, xerr=error, height=0.55, color=BAR, ecolor=INK, capsize=3)
         _text(axes, value + (error or 0.0), place, number(metric, found.value), INK)
     elif slot.entry.gap is not None:
-        axes.barh(place, right, height=0.55, facecolor="none", edgecolor="#cfcfcf", hatch="////", linewidth=0.6)
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-        word = str(slot.entry.gap.status)
-        axes.annotate(word, (right, place), xytext=(-4, 0), textcoords="offset points", va="center", ha="right", fontsize=8, color=FAINT, bbox=box)
+        _empty(axes, place, str(slot.entry.gap.status), right)
     for value in slot.reported:
         axes.plot(scaled(metric, value), place, marker="D", markersize=7, markerfacecolor="white", markeredgecolor=INK, linestyle="none", zorder=4)
         _text(axes, scaled(metric, value), place, f"{scaled(metric, value):.10g} reported", INK)
+
+
+def _empty(axes: Axes, place: int, word: str, right: float) -> None:
+    """An empty slot with its status word."""
+    axes.barh(place, right, height=0.55, facecolor="none", edgecolor="#cfcfcf", hatch="////", linewidth=0.6)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+    axes.annotate(word, (right, place), xytext=(-4, 0), textcoords="offset points", va="center", ha="right", fontsize=8, color=FAINT, bbox=box)
 
 
 def _text(axes: Axes, value: float, place: float, text: str, color: str) -> None:

@@ -27,10 +27,12 @@ from lab.report.html import page
 from lab.report.language import Language
 from lab.report.likelihoods import token_likelihoods
 from lab.report.markup import code, escape, table
+from lab.report.outline import outline
 from lab.report.overview import questions, target_sections
 from lab.report.reported import claim_section
 from lab.report.results import results
 from lab.report.seal import seal_of
+from lab.report.sizes import share_tables, size_tables, tier_tables
 from lab.report.tables import references
 from lab.report.verdicts import TargetResult, Verdict, criterion, fixed, judge, judge_target
 from lab.store import write_atomic
@@ -78,6 +80,7 @@ def build_report(matrix: Matrix, folder: Path, lang: Language, capacity: Capacit
 def assess(matrix: Matrix, lang: Language, capacity: Capacity = NO_CAPACITY) -> Assessed:
     """Judge hypotheses, targets and claims."""
     experiment = matrix.experiment
+    lang = lang.numbered(outline(experiment.chapters))
     verdicts = [judge(matrix, hypothesis, lang) for hypothesis in experiment.hypotheses]
     return Assessed(matrix, lang, capacity, verdicts, [judge_target(matrix, target) for target in experiment.targets], judge_claims(matrix, capacity, lang))
 
@@ -108,6 +111,8 @@ def _context(assessed: Assessed, drawn: Collection[str]) -> dict[str, Any]:
         "lang": lang,
         "t": lang,
         "experiment": experiment,
+        "outline": outline(experiment.chapters),
+        "named": {section for chapter in experiment.chapters for section in chapter.sections},
         "models": sorted({row.cell.model.name for row in matrix.rows}),
         "totals": matrix.totals,
         "changes": matrix.registered_changes,
@@ -116,6 +121,9 @@ def _context(assessed: Assessed, drawn: Collection[str]) -> dict[str, Any]:
         "charts": {name: charts.file_name(experiment.name, name) for name in drawn},
         "questions": questions(matrix, judged, targets, numbers, lang),
         "results": results(matrix, claims, numbers, lang),
+        "sizes": size_tables(matrix, numbers, lang),
+        "tiers": tier_tables(matrix, lang),
+        "shares": share_tables(matrix, lang),
         "targets": target_sections(matrix, targets, claims, lang),
         "per_metric": measured.per_metric(matrix, lang),
         "nowhere": measured.measured_nowhere(matrix, lang),

@@ -128,7 +128,7 @@ def _residency(matrix: Matrix, row: Row, ledger: Ledger, lang: Language) -> list
     """How many of a place's weights its budget is predicted to keep."""
     return [
         lang(
-            "capacity.residency",
+            "capacity.degrades" if kept.degrades else "capacity.residency",
             cell=escape(named(matrix, row, lang)),
             where=kept.where,
             what=kept.what,

@@ -6,7 +6,7 @@ comes from its file in the same language; what a record says stays as it was rec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from lab.errors import LabError
 from lab.metrics import METRICS
 from lab.record import Status
 from lab.registered import LANGUAGES, QUANTITIES, in_language
+from lab.report.outline import Heading, Part, outline
+from lab.report.outline import numbers as outlined
 
 FOLDER = Path(__file__).parent / "lang"
 
@@ -24,13 +26,23 @@ FOLDER = Path(__file__).parent / "lang"
 class Language:
     """One catalogue. Calling it gives the text of a key; the other methods name things that other modules define."""
 
-    def __init__(self, code: str, texts: Mapping[str, str]) -> None:
+    def __init__(self, code: str, texts: Mapping[str, str], numbers: Mapping[str, str] | None = None) -> None:
+        """`numbers`: of a report's sections, for texts that point to one (`lab.report.outline`)."""
         self.code = code
         self.texts = texts
+        self.numbers = numbers or outlined(outline(()))
 
     def __call__(self, key: str, /, **fields: object) -> str:
         """The text of `key` with its fields filled in. Raises KeyError for an unknown key or a missing field."""
-        return self.texts[key].format(**fields)
+        return self.texts[key].format(**{**self.numbers, **fields})
+
+    def numbered(self, parts: Sequence[Part]) -> Language:
+        """The same catalogue for a report of these parts."""
+        return Language(self.code, self.texts, outlined(parts))
+
+    def heading(self, heading: Heading) -> str:
+        """A section's number and title."""
+        return f"{heading.number} {self(f'section.{heading.section}') if heading.title is None else self.text(heading.title)}"
 
     def text(self, given: str | Mapping[str, str]) -> str:
         """A text of an experiment in this language."""

@@ -12,7 +12,7 @@ from lab.matrix import Entry
 from lab.metrics import METRICS
 from lab.record import Measurement
 
-_SCALE = {"B": (1e-6, "MB"), "fraction": (100.0, "%")}
+_SCALE = {"B": (1e-6, "MB"), "B/s": (1e-9, "GB/s"), "fraction": (100.0, "%")}
 _PLACES = {"fraction": 2, "cosine": 5}
 _DIGITS = {"ppl": 4, "bit/B": 4}
 

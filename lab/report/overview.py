@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lab.matrix import Entry, Matrix
+from lab.registered import Target
 from lab.report.claims import Claims, Reported
 from lab.report.language import Language
 from lab.report.markup import Table, escape
-from lab.report.numbers import number, with_unit
+from lab.report.numbers import with_unit
 from lab.report.results import short_title
 from lab.report.tables import by_depth, label, named, place
-from lab.report.verdicts import COMPARE, Aim, TargetResult, Verdict, criterion, straddles, wanted
+from lab.report.verdicts import COMPARE, Aim, TargetResult, Verdict, across, aimed, criterion, limit_text, shown, wanted
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,19 @@ def questions(matrix: Matrix, judged: Sequence[Verdict], targets: Sequence[Targe
 def _answer(result: TargetResult, references: Mapping[str, str], lang: Language) -> str:
     """The value of a target's only cell, or how many of several are measured and the best of them; the gaps' statuses where none is."""
     entries = [aim.entry for aim in result.aims]
-    found = [(entry.measurement.value, entry) for entry in entries if entry.measurement]
+    target = result.target
+    found = [(part, entry.measurement, entry) for entry in entries if entry.measurement and (part := aimed(entry.measurement, target)) is not None]
     if len(entries) == 1 or not found:
-        return "; ".join(dict.fromkeys(_value(entry, references, lang) for entry in entries))
-    best = max if result.target.comparison in {">=", ">"} else min
-    value, entry = best(found, key=lambda pair: pair[0])
-    shown = with_unit(entry.metric, value)
-    return lang("verdict.best", measured=len(found), cells=len(entries), value=shown, record=references[entry.row.key])
+        return "; ".join(dict.fromkeys(_value(entry, references, lang, target) for entry in entries))
+    best = max if target.comparison in {">=", ">"} else min
+    _, measurement, entry = best(found, key=lambda one: one[0])
+    return lang("verdict.best", measured=len(found), cells=len(entries), value=shown(measurement, target), record=references[entry.row.key])
 
 
-def _value(entry: Entry, references: Mapping[str, str], lang: Language) -> str:
+def _value(entry: Entry, references: Mapping[str, str], lang: Language, target: Target | None = None) -> str:
     if entry.measurement is not None:
-        return f"{with_unit(entry.metric, entry.measurement.value)} ({references[entry.row.key]})"
+        value = with_unit(entry.metric, entry.measurement.value) if target is None else shown(entry.measurement, target)
+        return f"{value} ({references[entry.row.key]})"
     return lang("verdict.gap", status=entry.gap.status if entry.gap else "")
 
 
@@ -79,14 +81,15 @@ def _section(matrix: Matrix, number: int, result: TargetResult, claims: Claims, 
     applies = lang("target.applies", source=escape(lang.text(target.source)), cells=len(result.aims), place=escape(place(target.where, lang)))
     applies += lang("target.closed", cells=closed) if closed else ""
     remarks = [
-        f"{escape(named(matrix, aim.entry.row, lang))}{lang('colon')}{lang('verdict.straddles', limit=with_unit(target.metric, target.value))}"
+        f"{escape(named(matrix, aim.entry.row, lang))}{lang('colon')}{lang('verdict.straddles', limit=limit_text(target))}"
         for aim in result.aims
-        if aim.entry.measurement is not None and straddles(aim.entry.measurement, target.value)
+        if aim.entry.measurement is not None and across(aim.entry.measurement, target)
     ]
     statuses = Counter(str(aim.entry.gap.status) for aim in result.aims if aim.entry.gap)
     gaps = lang("target.all_gaps", cells=len(result.aims), statuses=lang.series(f"*{status}* ({count})" for status, count in statuses.items()))
     cells = {aim.entry.row.key for aim in result.aims}
-    sides = [[i for i in claims.beside(target.metric) if (i.row is not None and i.row.key in cells) is own] for own in (True, False)]
+    reported = claims.beside(target.metric) if target.of == "value" else []
+    sides = [[i for i in reported if (i.row is not None and i.row.key in cells) is own] for own in (True, False)]
     inside, outside = ([_reported(result, item, lang) for item in side] for side in sides)
     return TargetSection(number, heading, applies, _cells(matrix, result, lang), gaps, remarks, inside, outside)
 
@@ -98,16 +101,16 @@ def _cells(matrix: Matrix, result: TargetResult, lang: Language) -> Table:
     depths = [layers for layers, _ in by_depth(matrix) if any(aim.entry.row.cell.layers == layers for aim in result.aims)]
     lines: dict[str, dict[int, str]] = {}
     for aim in result.aims:
-        lines.setdefault(label(matrix, aim.entry.row), {})[aim.entry.row.cell.layers] = _outcome(aim, lang)
+        lines.setdefault(label(matrix, aim.entry.row), {})[aim.entry.row.cell.layers] = _outcome(aim, result.target, lang)
     rows = [[escape(name), *(found.get(depth, "–") for depth in depths)] for name, found in lines.items()]
     return Table("", [lang("column.path"), *(lang("depth", layers=depth) for depth in depths)], rows, words=1)
 
 
-def _outcome(aim: Aim, lang: Language) -> str:
+def _outcome(aim: Aim, target: Target, lang: Language) -> str:
     found = aim.entry.measurement
     if found is None:
         return f"*{aim.entry.gap.status}*" if aim.entry.gap else ""
-    return f"{number(aim.entry.metric, found.value)} {lang(f'word.{aim.outcome}')}"
+    return f"{shown(found, target, with_its_unit=False)} {lang(f'word.{aim.outcome}')}"
 
 
 def _reported(result: TargetResult, item: Reported, lang: Language) -> str:

@@ -15,6 +15,7 @@ from lab.report.claims import Claims
 from lab.report.language import Language
 from lab.report.markup import Table, escape
 from lab.report.numbers import roofline, unit, with_error
+from lab.report.sizes import OWN_TABLES
 from lab.report.tables import by_depth, label
 
 HEADLINE = ("ppl", "kld_mean", "pp512_tok_s", "tg128_tok_s", "agg4_tg128_tok_s", "resident_bytes")
@@ -24,7 +25,7 @@ SHORT = {"ppl": "PPL", "kld_mean": "KLD", "pp512_tok_s": "PP", "tg128_tok_s": "T
 
 def headline(matrix: Matrix) -> list[str]:
     """The metrics of the short tables: the usual ones, and those that only this kind of experiment owes."""
-    return [name for name in matrix.experiment.metrics if name in HEADLINE or METRICS[name].optional]
+    return [name for name in matrix.experiment.metrics if name in HEADLINE or (METRICS[name].optional and name not in OWN_TABLES)]
 
 
 def short_title(metric: str, lang: Language) -> str:

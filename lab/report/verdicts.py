@@ -20,7 +20,7 @@ from lab.matrix import Entry, Matrix, Row
 from lab.record import Measurement, Record, Status
 from lab.registered import Hypothesis, OrderCriterion, Overrides, Target, ValueCriterion, matches, pick
 from lab.report.language import Language
-from lab.report.numbers import as_registered, number, with_unit
+from lab.report.numbers import as_registered, number, roofline, with_unit
 from lab.report.tables import named, place
 from lab.standing import age
 from lab.stats import NOT_SEPARATED
@@ -74,10 +74,10 @@ def judge(matrix: Matrix, hypothesis: Hypothesis, lang: Language) -> Verdict:
     """Evaluate a criterion on the current attempts."""
     rule = hypothesis.criterion
     if isinstance(rule, OrderCriterion):
-        chosen: list[Overrides] = [{"path": path, "layers": rule.layers} for path in rule.order]
+        chosen: list[tuple[Overrides, str]] = [({"path": path, "layers": rule.layers}, rule.metric) for path in rule.order]
     else:
-        chosen = [rule.where, *([rule.against] if rule.against else [])]
-    entries = tuple(matrix.entry(_row(matrix, where), rule.metric) for where in chosen)
+        chosen = [(rule.where, rule.metric), *([rule.base] if rule.base else [])]
+    entries = tuple(matrix.entry(_row(matrix, where), metric) for where, metric in chosen)
     missing = [lang("verdict.is_gap", what=named(matrix, e.row, lang), status=e.gap.status) for e in entries if e.gap]
     if missing:
         return Verdict(hypothesis, "OPEN", lang("verdict.not_decided", gaps=lang.clauses(missing)), entries, ())
@@ -95,6 +95,8 @@ def _apart(matrix: Matrix, entries: tuple[Entry, ...], records: list[Record], la
     """Which cells cannot be set against the first, and for what; being alike is mutual, so the first stands for all."""
     found = []
     for entry, record in zip(entries[1:], records[1:], strict=True):
+        if entry.metric != entries[0].metric:  # two metrics of one cell: one record, and each under its own protocol
+            continue
         if reasons := unlike(records[0], record, entry.metric):
             a, b = (named(matrix, one.row, lang) for one in (entries[0], entry))
             found.append(lang("verdict.not_comparable", a=a, b=b, what=lang.series(reason.brief for reason in reasons)))
@@ -157,17 +159,42 @@ def judge_target(matrix: Matrix, target: Target) -> TargetResult:
     return TargetResult(target, tuple(_aim(matrix.entry(row, target.metric), target) for row in rows))
 
 
+def aimed(found: Measurement, target: Target) -> float | None:
+    """What of a measurement the target is about: its value, or its share of the bound in %, None where no bound was recorded."""
+    return found.value if target.of == "value" else found.roofline_pct
+
+
+def shown(found: Measurement, target: Target, with_its_unit: bool = True) -> str:
+    """That part as it is printed."""
+    if target.of == "value":
+        return (with_unit if with_its_unit else number)(target.metric, found.value)
+    return roofline(found)
+
+
+def across(found: Measurement, target: Target) -> bool:
+    """Whether the measurement's own spread lies on both sides of the target."""
+    if target.of == "value":
+        return straddles(found, target.value)
+    return bool(found.roofline_pct) and straddles(found, target.value * found.value / float(found.roofline_pct or 1))
+
+
+def limit_text(target: Target) -> str:
+    """The target's value with its unit."""
+    return as_registered(target.metric, target.value) if target.of == "value" else f"{target.value:.10g} %"
+
+
 def _aim(entry: Entry, target: Target) -> Aim:
     row = entry.row
     if entry.measurement is not None:
-        return Aim(entry, "REACHED" if COMPARE[target.comparison](entry.measurement.value, target.value) else "MISSED")
+        part = aimed(entry.measurement, target)
+        return Aim(entry, "OPEN" if part is None else "REACHED" if COMPARE[target.comparison](part, target.value) else "MISSED")
     unforced = row.current is None or row.current.status is Status.DEAD_END
     return Aim(entry, "CLOSED" if row.closed and unforced else "OPEN")
 
 
 def wanted(target: Target, lang: Language) -> str:
     """The target's value as a condition, such as `>= 90 tok/s`; said where one cell is enough."""
-    condition = f"{target.comparison} {as_registered(target.metric, target.value)}"
+    condition = f"{target.comparison} {limit_text(target)}" + (f" {lang('target.of_roofline')}" if target.of == "roofline" else "")
     return lang("target.in_any", wanted=condition) if target.quantifier == "any" else condition
 
 
@@ -190,6 +217,7 @@ def criterion(rule: OrderCriterion | ValueCriterion, lang: Language) -> str:
     if isinstance(rule, OrderCriterion):
         return lang("verdict.order_rule", metric=lang.metric(rule.metric), layers=rule.layers, order=" < ".join(rule.order))
     what = lang("verdict.of", metric=lang.metric(rule.metric), place=place(rule.where, lang))
-    if rule.against is None:
+    if rule.base is None:
         return f"{what} {rule.comparison} {as_registered(rule.metric, rule.value)}"
-    return f"{what} {rule.comparison} {rule.value:g} × ({place(rule.against, lang)})"
+    base = lang.metric(rule.against_metric) if rule.against_metric is not None else place(rule.base[0], lang)
+    return f"{what} {rule.comparison} {rule.value:g} × ({base})"

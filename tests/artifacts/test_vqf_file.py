@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from lab.artifacts.vqf_file import VqfFile
-from lab.artifacts.vqf_fnv import fnv1a
+from lab.artifacts.vqf_fnv import fnv1a, in_numpy
 from lab.errors import LabError
 from tests.artifacts.vqf_files import LAYERS, Spec, dual, fnv, one_thread, q4, random_weights, spec  # noqa: F401
 
@@ -132,7 +133,16 @@ def test_progress_counts_the_data(tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1] == END - 4096
 
 
-def test_fnv_equals_its_definition_and_the_published_values() -> None:
+def test_a_file_can_be_read_again_after_its_pages_were_let_go(tmp_path: Path) -> None:
+    file = VqfFile(BASE.write(tmp_path / "m.vqf"))
+    before = file.raw("q4_q").tobytes()
+    for start, stop in ((0, file.size), (4095, 4097), (file.size - 1, file.size), (9, 9)):
+        file.forget(start, stop)
+    assert file.raw("q4_q").tobytes() == before and file.check_sum()
+
+
+@pytest.mark.parametrize("fnv1a", [fnv1a, in_numpy], ids=["native where it is there", "in NumPy"])
+def test_fnv_equals_its_definition_and_the_published_values(fnv1a: Callable[..., int]) -> None:
     for text, expected in ((b"", 0xCBF29CE484222325), (b"a", 0xAF63DC4C8601EC8C), (b"foobar", 0x85944171F73967E8)):  # draft-eastlake-fnv, test vectors
         assert fnv1a(np.frombuffer(text, np.uint8)) == expected
     chance = random.Random(5)

@@ -19,8 +19,11 @@ from hypothesis import strategies as st
 from lab.capacity.formats import file_type
 from lab.codecs import cosine, parts_nbytes, verify_encoding
 from lab.codecs.vqf import PART, ROWS, VQF_CODECS, VqfCodec, vqf_codec
+from lab.codecs.vqf_encode import ENCODERS
 from lab.codecs.vqf_tiles import Tile
 from lab.errors import LabError
+from lab.kernels import native
+from lab.kernels.native import vqf as native_vqf
 from tests.codecs.support import gaussian, student
 
 NAMES = sorted(VQF_CODECS)
@@ -259,3 +262,24 @@ def test_refusals_name_the_reason() -> None:
 @pytest.mark.parametrize("name", ["F32", "F16", "Q8_0", "Q4_0", "Q4_8X8L"])
 def test_the_ledger_counts_the_same_bytes(name: str) -> None:
     assert VQF_CODECS[f"vqf:{name}"]().nbytes((3, 16, 96)) == file_type(f"vqf:{name}", 96).nbytes((3, 16, 96))
+
+
+@pytest.mark.parametrize("plain", sorted(native_vqf.KINDS))
+@pytest.mark.skipif(native.unavailable() is not None, reason=str(native.unavailable()))
+def test_native_encoders_give_the_same_bytes(plain: str) -> None:
+    """On every kind of float32, subnormal ones and ties among them."""
+    bits = torch.randint(-(2**31), 2**31, (96, 512), generator=torch.Generator().manual_seed(1)).to(torch.int32).view(torch.float32)
+    halves = torch.randint(-255, 256, (96, 512), generator=torch.Generator().manual_seed(2)) / 2
+    inputs = [
+        torch.where(torch.isfinite(bits), bits, 1.0),
+        halves,
+        gaussian(96, 512),
+        student(96, 512),
+        gaussian(8, 256) * 1e-41,
+        torch.zeros(8, 256),
+        -torch.zeros(8, 256),
+    ]
+    for rows in inputs:
+        found = native_vqf.encode(plain, rows)
+        assert found is not None and torch.equal(found, ENCODERS[plain](rows))
+    assert native_vqf.encode("F32", inputs[1]) is None

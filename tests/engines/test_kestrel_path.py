@@ -55,7 +55,7 @@ def test_refused_converted_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "bit 1  Q4_4X4    DIFFERS: the file says 4-bit matrices in rows; the engine expects 4-bit matrices in 4x4 tiles" in told
     assert "bit 0  Q8_8X8    same" in told
     command = refused["reason"].partition("convert the file: ")[2]
-    assert command == f"python -m lab convert {file} OUT --to vqf --layout 0x3" and command in told
+    assert command == f"python -m lab convert ./{file.relative_to(project.root)} OUT --to vqf --layout 0x3" and command in told
     code, said, _ = lab(project, *shlex.split(command)[3:])
     assert code == 0 and "layout 0x1 -> 0x3" in said and "lossless" in said
     (cell,) = compose_cells([*words, "artifact=OUT/model.vqf"], project)

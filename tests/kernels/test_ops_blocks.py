@@ -8,7 +8,9 @@ import torch
 from lab import ops_gpu
 from lab.codecs import Codec, create
 from lab.counters import Counters
+from lab.models.qwen4_exp.step_parts import Small
 from lab.ops import Packed, PackedExperts, PackedLinear
+from lab.ops_gpu_blocks import join
 
 CPU = torch.device("cpu")
 
@@ -33,6 +35,40 @@ def test_a_matrix_in_row_blocks_multiplies_as_its_reference(names: tuple[str, ..
     assert reason is None and not isinstance(found, PackedLinear)
     torch.testing.assert_close(found(x), expected, rtol=1e-4, atol=1e-5)
     assert {key: tally.rows for key, tally in counts.tallies.items()} == {key: tally.rows for key, tally in plain_counts.tallies.items()}
+
+
+@pytest.mark.parametrize("name", ["gguf:Q4_K", "vqf:Q4_0"])
+def test_matrices_of_one_input_are_one_product_from_the_same_memory(name: str) -> None:
+    counts = Counters()
+    alone = [ops_gpu.linear(PackedLinear(packed(create(name), counts, rows, 256, seed=rows)), torch.float32)[0] for rows in (16, 8)]
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(2))
+    expected = torch.cat([op(x) for op in alone], -1)
+    before = sum(block.matrix.nbytes() for op in alone for block in op.blocks)
+    joined = join(alone)
+    assert joined is not None and joined.matrix.nbytes() == before
+    rows = counts.rows("trunk")
+    torch.testing.assert_close(joined(x), expected, rtol=1e-6, atol=1e-6)
+    assert counts.rows("trunk") == rows + 2 * len(x)
+    torch.testing.assert_close(torch.cat([op(x) for op in alone], -1), expected, rtol=0, atol=0)
+    assert alone[0].blocks[0].matrix.blocks.words.data_ptr() == joined.matrix.blocks.words.data_ptr(), "no weight is held twice"
+    odd = ops_gpu.linear(PackedLinear(packed(create(name), counts, 12, 256)), torch.float32)[0]
+    other = ops_gpu.linear(PackedLinear(packed(create("gguf:Q8_0"), counts, 8, 256)), torch.float32)[0]
+    assert join([alone[0], odd]) is None and join([alone[0], other]) is None and join(alone[:1]) is None
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_small_matrix_of_a_step_may_be_blocks_of_a_file(ordered: bool) -> None:
+    counts = Counters()
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1)) if ordered else None
+    op = ops_gpu.linear(
+        PackedLinear(*(packed(create(n), counts, 8, 64, first=n == "gguf:F32") for n in ("gguf:F32", "gguf:Q8_0")), order=order), torch.float32
+    )[0]
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
+    expected, before = op(x), counts.rows("trunk")
+    small = Small(torch.float32, op)
+    torch.testing.assert_close(x @ small.weight.T, expected, rtol=1e-4, atol=1e-5)
+    small.count(3)
+    assert counts.rows("trunk") == before + 3
 
 
 def test_experts_of_mixed_types_compute_as_their_reference() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,8 @@ from lab.engines.local import LocalEngine
 from lab.errors import GapError, LabError
 from lab.measure.greedy import continuation, first_flip, greedy_metrics
 from lab.measure.passages import FIRST_TURN, REFERENCES, SECOND_TURN, nll_metric, passages, passages_nll
-from lab.measure.products import ROWS, compare, products, random_outputs, random_rows, verify_metric
-from lab.measure.segments import gemm_share, marked, seconds_of
+from lab.measure.products import ROWS, compare, decoding, products, random_outputs, random_rows, verify_metric
+from lab.measure.segments import gemm_share, marked
 from tests.measure.stage_models import LAYERS, engine, hf_qwen3, random_corpus, write
 
 MODEL = hf_qwen3()
@@ -205,20 +204,31 @@ def test_time_outside_the_products_is_other(loaded: LocalEngine, monkeypatch: py
     assert 0.0 < gemm_share(loaded, random_corpus()).value < 0.5
 
 
-def _event(name: str, device: str, microseconds: float = 0.0, kernels: dict[str, float] | None = None, children: Sequence[Any] = ()) -> Any:
-    """As the profiler gives them: on the CPU with the kernels launched by the event itself, on the GPU with a duration."""
-    launched = [SimpleNamespace(name=n, duration=d) for n, d in (kernels or {}).items()]
-    span = SimpleNamespace(elapsed_us=lambda: microseconds)
-    return SimpleNamespace(name=name, device_type=SimpleNamespace(name=device), time_range=span, kernels=launched, cpu_children=list(children))
+def test_products_of_a_decode_step_are_its_own_launches(loaded: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where decoding multiplies several matrices at once, that operation is compared and timed, not the single matrices beside it."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from lab.models.transformer.step import PLAIN, TransformerStep
 
+    plain = random_outputs(loaded)
+    step = TransformerStep(loaded.model, loaded.device, loaded.dtype, PLAIN)  # type: ignore[arg-type]
+    monkeypatch.setattr(loaded.graphs, "_step", step)
+    assert len(decoding(loaded)) == 5 * LAYERS
+    assert max(error["max"] for error in compare(plain, random_outputs(loaded)).values()) < 1e-5
+    own, heads = step.layers[1].attention, loaded.model.layers[1].attention.heads
+    right, width = own.project, own.block.head_dim
 
-def test_on_a_gpu_kernels_count_once_and_the_ranges_own_marks_not_at_all() -> None:
-    product = _event("lab/mlp", "CPU", kernels={"triton": 30.0, "lab/mlp": 35.0}, children=[_event("aten::mm", "CPU", kernels={"gemm": 50.0})])
-    whole = _event("lab/pass", "CPU", kernels={"lab/pass": 500.0}, children=[product, _event("aten::add", "CPU", kernels={"add": 20.0})])
-    device = [_event(n, "CUDA", d) for n, d in (("triton", 30.0), ("gemm", 50.0), ("add", 20.0), ("lab/pass", 500.0), ("lab/mlp", 35.0))]
-    assert seconds_of([whole, product, *device], gpu=True) == pytest.approx({"lab/pass": 100e-6, "lab/mlp": 80e-6})
-    with pytest.raises(GapError, match="83% of the device's time"):
-        seconds_of([whole, product, *device, _event("lost", "CUDA", 20.0)], gpu=True)
+    def wrong(x: Tensor) -> Tensor:
+        found = right(x).clone()
+        found[..., heads[0] * width : (heads[0] + heads[1]) * width] *= 1.1
+        return found
+
+    monkeypatch.setattr(own, "project", wrong)
+    errors = compare(plain, random_outputs(loaded))
+    assert [name for name, error in errors.items() if error["max"] > 1e-3] == ["layers.1.self_attn.k_proj"]
+    monkeypatch.setattr(own, "project", _slow(right))
+    found = gemm_share(loaded, random_corpus())
+    seconds = found.details["seconds_by_phase"]["decode"]
+    assert max(seconds, key=lambda kind: seconds[kind]) == "attention" and found.details["decode"].startswith("the kernels of the captured step")
 
 
 def test_the_models_operations_are_put_back(loaded: LocalEngine) -> None:

@@ -19,6 +19,7 @@ from lab.record import Record
 from lab.report.build import assess, render
 from lab.report.capacity import NO_CAPACITY, Capacity
 from lab.report.language import load_language
+from lab.report.outline import outline
 from tests.matrix_helpers import cell, complete
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
@@ -54,6 +55,12 @@ def text_of(matrix: Matrix, language: str = "en", capacity: Capacity = NO_CAPACI
 def section(text: str, number: int) -> str:
     """One numbered section of a report."""
     return text.split(f"\n## {number}. ")[1].split("\n## ", maxsplit=1)[0]
+
+
+def named_section(text: str, matrix: Matrix, language: str, name: str) -> str:
+    """One section of a report by its name, wherever the experiment's chapters put it."""
+    heading = next(heading for part in outline(matrix.experiment.chapters) for heading in part.headings if heading.section == name)
+    return text.split(f"\n## {load_language(language).heading(heading)}\n")[1].split("\n## ", maxsplit=1)[0]
 
 
 def table_cells(text: str) -> list[str]:

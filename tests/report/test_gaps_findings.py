@@ -41,7 +41,9 @@ def worded() -> dict[str, tuple[Status, str]]:
     lengths = {"realised_tokens": 100, "requested_tokens": 512}
     rule = SimpleNamespace(component="experts", op="q2", residency=1.0)
     path = SimpleNamespace(name="fine", evidence=(rule,), components={}, format=None)
-    judged = cast(Any, SimpleNamespace(path=path, layers=1, engine="local", device=SimpleNamespace(torch_device="cpu"), placement=None))
+    judged = cast(
+        Any, SimpleNamespace(path=path, layers=1, engine="local", device=SimpleNamespace(torch_device="cpu"), placement=None, mode="auto", disable=None)
+    )
     seen: dict[str, Any] = {
         "layers": 1, "component_layers": {"experts": [0]}, "source_codecs": {}, "weights": {"experts": 10}, "rows_per_token": [], "tokens_forwarded": 1,
         "resident": [{"component": "experts", "codec": "q2", "device": "cpu", "weights": 4}],

@@ -11,16 +11,20 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import yaml
 
+from lab.errors import LabError
+from lab.experiment import load_experiment
 from lab.matrix import Matrix
 from lab.project import Project
-from lab.registered import in_language
+from lab.registered import SECTIONS, in_language
 from lab.report.build import assess, render, report_name
 from lab.report.capacity import NO_CAPACITY, Capacity, load_capacity
 from lab.report.charts import draw
 from lab.report.claims import judge_claims
 from lab.report.cli import load_matrix
-from tests.report.support import EN, EXPERIMENTS, ZH, section, stage, stage_text, table_cells, table_rows
+from lab.report.outline import outline
+from tests.report.support import EN, EXPERIMENTS, ZH, named_section, section, stage, stage_text, table_cells, table_rows, text_of
 
 POST_TABLE = {
     ("paiton_native", 3): ("174.28", "6485", "74.78"),
@@ -59,7 +63,9 @@ def test_every_cell_of_the_posts_table_is_present_as_reported(texts: dict[str, s
 @pytest.mark.parametrize(("name", "language"), [(n, code) for n in ("flash_next_r9700", "kestrel_8b") for code in ("en", "zh")])
 def test_every_claim_stands_with_source_unknowns_and_void_reason(name: str, language: str) -> None:
     matrix = stage(name)
-    part = section(stage_text(name, language), 8).replace("\\", "")
+    whole = stage_text(name, language)
+    part = named_section(whole, matrix, language, "claims").replace("\\", "")
+    told = part if not matrix.experiment.chapters else named_section(whole, matrix, language, "facts").replace("\\", "")
     for claim in matrix.experiment.claims:
         assert f"{claim.value:.10g}" in part
         for text in (claim.what, claim.source, claim.unknown, *([claim.void] if claim.void else [])):
@@ -67,7 +73,7 @@ def test_every_claim_stands_with_source_unknowns_and_void_reason(name: str, lang
         if claim.void:
             assert f"~~{claim.value:.10g}~~ {claim.unit}" in part
     for fact in matrix.experiment.facts:
-        assert in_language(fact.value, language) in part and in_language(fact.source, language) in part
+        assert in_language(fact.value, language) in told and in_language(fact.source, language) in told
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
@@ -108,15 +114,16 @@ def test_targets_hypotheses_dead_ends_and_boundaries_are_all_told(name: str) -> 
     matrix = stage(name)
     for language in ("en", "zh"):
         text = stage_text(name, language).replace("\\", "")
+        in_section = {part: named_section(text, matrix, language, part) for part in ("verdicts", "targets", "hypotheses", "dead_ends", "boundaries")}
         for hypothesis in matrix.experiment.hypotheses:
-            assert in_language(hypothesis.statement, language) in section(text, 5) and f"`{hypothesis.id}`" in section(text, 1)
+            assert in_language(hypothesis.statement, language) in in_section["hypotheses"] and f"`{hypothesis.id}`" in in_section["verdicts"]
         for dead_end in matrix.experiment.dead_ends:
             for told in (dead_end.what, dead_end.evidence, dead_end.reopen, dead_end.source, dead_end.since):
-                assert " ".join(in_language(told, language).split()) in section(text, 7)
+                assert " ".join(in_language(told, language).split()) in in_section["dead_ends"]
         for target in matrix.experiment.targets:
-            assert f"{target.comparison} {target.value:g}" in section(text, 1) and in_language(target.source, language) in section(text, 3)
+            assert f"{target.comparison} {target.value:g}" in in_section["verdicts"] and in_language(target.source, language) in in_section["targets"]
         for boundary in matrix.experiment.boundaries:
-            assert in_language(boundary, language) in section(text, 10)
+            assert in_language(boundary, language) in in_section["boundaries"]
     assert f"{matrix.totals.expected} expected = 0 measured + {matrix.totals.gaps} gaps" in stage_text(name)
 
 
@@ -137,3 +144,42 @@ def test_claims_are_counted_by_what_stands_beside_them(flash: Matrix, texts: dic
     claims = judge_claims(flash, NO_CAPACITY, EN).items
     beside = sum(item.ours is not None for item in claims)
     assert f"{len(claims)} reported claims = {beside} beside a gap + {len(claims) - beside} about no cell" in texts["en"]
+
+
+def test_the_second_stage_is_told_in_the_posts_own_order() -> None:
+    """Its sections, 1 to 6 with 3.1 and 3.2, by the words of their titles; what it has no section for comes after them, and nothing is left away."""
+    text = stage_text("kestrel_8b", "zh")
+    found = re.findall(r"^## (\d+(?:\.\d+)?)\.? (.+)$", text, re.MULTILINE)
+    posts = {"1": "问题与结论", "2": "为什么要走这一步", "3": "核心机制", "3.1": "布局标志不匹配", "3.2": "双侧都要配足"}
+    posts |= {"4": "实测数据", "5": "边界与已知限制", "6": "小结"}
+    titles = dict(found)
+    assert all(words in titles[number] for number, words in posts.items())
+    assert [number for number, _ in found][: len(posts) + 1] == ["1", "2", "3", "3.1", "3.2", "4", "4.1", "4.2", "4.3"]
+    sections = [heading.section for part in outline(stage("kestrel_8b").experiment.chapters) for heading in part.headings]
+    assert sorted(sections) == sorted(SECTIONS)
+    assert "第 4.3 节列出补齐每个缺口的命令" in text, "texts point to where a section is now"
+
+
+def test_budgets_that_are_too_small_are_predicted_to_degrade() -> None:
+    matrix = stage("kestrel_8b")
+    text = text_of(matrix, "en", load_capacity(Project(root=EXPERIMENTS.parent, runs=Path("runs")), matrix)).replace("\\", "")
+    part = named_section(text, matrix, "en", "capacity")
+    for budget, kept in ((4096, 136), (7168, 240)):
+        line = next(one for one in part.splitlines() if f"host: placement.host_budget_mb={budget}" in one)
+        assert f"only {kept} of 252 weights" in line and "DEGRADED" in line
+    assert "252 of 252 weights stay resident (host: placement.host_budget_mb=8192" in part
+
+
+@pytest.mark.parametrize(
+    ("chapters", "message"),
+    [
+        ([{"title": "A", "sections": {"prose": None}}], "no section prose; choose from: verdicts"),
+        ([{"title": "A", "sections": {"gaps": None}}, {"title": "B", "sections": {"gaps": None}}], "section gaps is in 2 chapters"),
+        ([{"title": "A", "sections": {}}], "at least 1"),
+    ],
+)
+def test_chapters_name_known_sections_once(tmp_path: Path, chapters: list[Any], message: str) -> None:
+    data = yaml.safe_load((EXPERIMENTS / "kestrel_8b.yaml").read_text(encoding="utf-8"))
+    (tmp_path / "kestrel_8b.yaml").write_text(yaml.safe_dump({**data, "chapters": chapters}, allow_unicode=True), encoding="utf-8")
+    with pytest.raises(LabError, match=message):
+        load_experiment("kestrel_8b", tmp_path)

@@ -18,6 +18,7 @@ class DenseMlp:
     """x [B, T, H] -> down(silu(gate x) * up x) [B, T, H]."""
 
     def __init__(self, config: TransformerConfig, bind: Binder, prefix: str) -> None:
+        self.width = config.mlp_width
         self.gate = bind.linear(f"{prefix}.gate_proj.weight", config.mlp_width, config.hidden_size, "trunk")
         self.up = bind.linear(f"{prefix}.up_proj.weight", config.mlp_width, config.hidden_size, "trunk")
         self.down = bind.linear(f"{prefix}.down_proj.weight", config.hidden_size, config.mlp_width, "trunk")

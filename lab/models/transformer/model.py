@@ -7,6 +7,8 @@ Source: transformers 5.24.0, `LlamaModel`, `Qwen3Model`, `Qwen3MoeModel`, `Qwen3
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,19 @@ class TransformerState:
         self.length, self.capacity, self.batch = 0, capacity, batch
         self.cache = torch.empty(config.num_layers, 2, batch, config.num_kv_heads, capacity, config.head_dim, device=device, dtype=dtype)
         self.layers: list[Cache] = [(layer[0], layer[1]) for layer in self.cache]
+        self.graph: Any = None
+        """The captured step on these tensors, where the engine made one (lab.engines.graphs)."""
+
+    def reset(self) -> None:
+        """Empties it in place: addresses stay, and so does what lies behind the length, which is never read."""
+        self.length = 0
+
+    def take(self, other: TransformerState) -> None:
+        """Becomes what `other` is: the same sequences after the same tokens. Raises LabError where they do not fit."""
+        if other.length > self.capacity or other.batch != self.batch:
+            raise LabError(f"{other.batch} sequences of {other.length} tokens do not fit a state of {self.batch} sequences and {self.capacity} tokens")
+        self.cache[..., : other.length, :].copy_(other.cache[..., : other.length, :])
+        self.length = other.length
 
     def nbytes(self) -> int:
         """Bytes allocated."""
