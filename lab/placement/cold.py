@@ -16,15 +16,14 @@ from torch import Tensor
 
 from lab.cell import Placement
 from lab.counters import Counters
-from lab.errors import GapError, LabError
+from lab.errors import GapError
 from lab.kernels.experts_bf16 import Bf16Experts
 from lab.kernels.native.cold import TOTALS, Job, Stack
 from lab.kernels.slots import PLACES, SlotTables, copy_experts
 from lab.ops import Packed
-from lab.ops_gpu import LOW_BIT, KernelExperts
 from lab.placement.cold_kernels import hand_over, promote, summed
 from lab.placement.cold_pool import MOST_TOKENS, PROMOTED, ColdPool
-from lab.placement.rooms import Kernel, Room, expert_parts, expert_units, words_of
+from lab.placement.rooms import Kernel, Room, expert_parts, expert_units, taken_over
 from lab.placement.tiers import Held
 from lab.record import Status
 
@@ -47,21 +46,13 @@ class ColdExperts:
     ) -> None:
         """Takes over both stacks, on the compute device: they are repacked there, copied to host memory and freed. Raises GapError for a codec without
         kernels. Host memory that cannot be pinned is used as it is: slots then keep the first experts."""
-        names = {gate_up.codec.name, down.codec.name}
-        if len(names) > 1 or not names <= {*LOW_BIT, "bf16"}:
-            known = ", ".join((*LOW_BIT, "bf16"))
-            raise GapError(Status.UNSUPPORTED, f"layer {layer}: experts in {', '.join(sorted(names))} cannot be cpu_cold; the codecs that can: {known}")
         self.layer, self.pool, self.codec, self.dtype = layer, shared, gate_up.codec.name, dtype
         self.count, self.hidden = gate_up.shape[0], gate_up.shape[2]
         self.flops = 2 * (gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2])
         self._weights = self.count * self.flops // 2
         self.streamed_rows = 0
-        try:
-            self._counted = KernelExperts(gate_up, down)
-            whole = self._counted.slots
-            parts = [words_of(part) for part in expert_parts(whole)]
-        except LabError as error:
-            raise GapError(Status.UNSUPPORTED, f"layer {layer}: experts cannot be cpu_cold: {error}") from None
+        self._counted, parts = taken_over("cpu_cold", gate_up, down, layer)
+        whole = self._counted.slots
         self.units = expert_units(whole)
         self.pinned = True
         self.source = [self._kept(part) for part in parts]

@@ -14,14 +14,31 @@ import torch
 from torch import Tensor
 
 from lab.capacity.tiers import STAGED_LAYERS
-from lab.errors import LabError
+from lab.errors import GapError, LabError
 from lab.kernels.experts import LowBitExperts
 from lab.kernels.experts_bf16 import Bf16Experts
 from lab.kernels.experts_prefill import grouped_experts
 from lab.kernels.slots import SlotTables
+from lab.ops import Packed
+from lab.ops_gpu import LOW_BIT, KernelExperts
+from lab.record import Status
 
 BUFFERS = STAGED_LAYERS
 Kernel = LowBitExperts | Bf16Experts
+
+
+def taken_over(kind: str, gate_up: Packed, down: Packed, layer: int) -> tuple[KernelExperts, list[Tensor]]:
+    """The operation that both stacks become on their device (their parts are freed), and its parts as words [E, n] for host memory. Raises GapError
+    (UNSUPPORTED), which names the placement `kind`, for a codec without kernels or experts of no whole words."""
+    names = {gate_up.codec.name, down.codec.name}
+    if len(names) > 1 or not names <= {*LOW_BIT, "bf16"}:
+        known = ", ".join((*LOW_BIT, "bf16"))
+        raise GapError(Status.UNSUPPORTED, f"layer {layer}: experts in {', '.join(sorted(names))} cannot be {kind}; the codecs that can: {known}")
+    try:
+        made = KernelExperts(gate_up, down)
+        return made, [words_of(part) for part in expert_parts(made.slots)]
+    except LabError as error:
+        raise GapError(Status.UNSUPPORTED, f"layer {layer}: experts cannot be {kind}: {error}") from None
 
 
 def expert_parts(kernel: Kernel) -> list[Tensor]:

@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 
 from lab.counters import Counters
-from lab.errors import GapError, LabError
 from lab.kernels.experts_prefill import FEW_TOKENS
 from lab.kernels.slots import SlotTables, assign, copy_experts
 from lab.ops import Packed
-from lab.ops_gpu import LOW_BIT, KernelExperts
 from lab.placement.pinned import PinnedMemory
-from lab.placement.rooms import BUFFERS, Buffer, Kernel, Room, Streamed, expert_parts, expert_units, words_of
+from lab.placement.rooms import BUFFERS, Buffer, Kernel, Room, Streamed, expert_units, taken_over
 from lab.placement.tiers import Held, Moved
-from lab.record import Status
 
 
 class TieredPool:
@@ -126,18 +123,10 @@ class TieredExperts:
     def __init__(self, gate_up: Packed, down: Packed, layer: int, pool: TieredPool) -> None:
         """Takes over both stacks, on the compute device: they are repacked there, copied to pinned host memory and freed. Raises GapError for a codec that has
         no kernel, or where host memory is refused."""
-        names = {gate_up.codec.name, down.codec.name}
-        if len(names) > 1 or not names <= {*LOW_BIT, "bf16"}:
-            known = ", ".join((*LOW_BIT, "bf16"))
-            raise GapError(Status.UNSUPPORTED, f"layer {layer}: experts in {', '.join(sorted(names))} cannot be tiered; the codecs that can: {known}")
         self.layer, self.pool, self.codec, self.count = layer, pool, gate_up.codec.name, gate_up.shape[0]
         self.streamed_rows = 0
-        try:
-            self._counted = KernelExperts(gate_up, down)
-            whole = self._counted.slots
-            parts = [words_of(part) for part in expert_parts(whole)]
-        except LabError as error:
-            raise GapError(Status.UNSUPPORTED, f"layer {layer}: experts cannot be tiered: {error}") from None
+        self._counted, parts = taken_over("tiered", gate_up, down, layer)
+        whole = self._counted.slots
         self.units = expert_units(whole)
         self._weights = self.count * (gate_up.shape[1] * gate_up.shape[2] + down.shape[1] * down.shape[2])
         self.source = [pool.pinned.copy(part, f"layer {layer}'s experts") for part in parts]

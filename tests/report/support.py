@@ -12,14 +12,17 @@ from pathlib import Path
 
 from lab.cell import Cell
 from lab.compose import compose_cells
+from lab.exchange import take_in
 from lab.experiment import load_experiment
 from lab.matrix import Matrix, build_matrix
+from lab.parcels import Parcel
 from lab.project import Project
 from lab.record import Record
 from lab.report.build import assess, render
 from lab.report.capacity import NO_CAPACITY, Capacity
 from lab.report.language import load_language
 from lab.report.outline import outline
+from lab.store import Store
 from tests.matrix_helpers import cell, complete
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
@@ -40,6 +43,15 @@ def stage(name: str, records: list[Record] | None = None) -> Matrix:
 def stage_text(name: str, language: str = "en") -> str:
     """The report of a registered stage without any record."""
     return text_of(stage(name), language)
+
+
+def project_with(parcels: list[Parcel], folder: Path) -> Project:
+    """The real project over a runs folder in `folder` that holds these records; without any there is no such folder."""
+    made = Project(root=EXPERIMENTS.parent, runs=folder / "runs")
+    if parcels:
+        made.runs.mkdir()
+        take_in(Store(made.runs), parcels)
+    return made
 
 
 def ladder(values: dict[str, float], layers: int = 6) -> list[Record]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pytest
 
-from lab.exchange import take_in
 from lab.matrix import Matrix
 from lab.measure.stage import STAGE
 from lab.parcels import Parcel, read_parcels
@@ -20,8 +19,7 @@ from lab.report.build import assess, render, report_name
 from lab.report.capacity import load_capacity
 from lab.report.charts import draw
 from lab.report.cli import load_matrix
-from lab.store import Store
-from tests.report.support import EN, EXPERIMENTS, ZH
+from tests.report.support import EN, EXPERIMENTS, ZH, project_with
 
 NAME = "kestrel_small"
 ROOT = EXPERIMENTS.parent
@@ -35,11 +33,7 @@ def parcels() -> list[Parcel]:
 
 @pytest.fixture(scope="module")
 def project(parcels: list[Parcel], tmp_path_factory: pytest.TempPathFactory) -> Project:
-    made = Project(root=ROOT, runs=tmp_path_factory.mktemp(NAME) / "runs")
-    if parcels:
-        made.runs.mkdir()
-        take_in(Store(made.runs), parcels)
-    return made
+    return project_with(parcels, tmp_path_factory.mktemp(NAME))
 
 
 @pytest.fixture(scope="module")
