@@ -22,7 +22,7 @@ from lab.models.qwen4_exp.hyper import HyperMixer
 from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
 from lab.models.qwen4_exp.moe import SparseMoe
 from lab.models.qwen4_exp.ngram import NGramInjection
-from lab.models.qwen4_exp.sparse_attention import AttentionState, rotary_tables
+from lab.models.qwen4_exp.sparse_attention import AttentionState, RotaryTables
 from lab.models.qwen4_exp.step import DecodeStep, StepAttention, StepDelta, StepMoe
 from lab.models.qwen4_exp.step_parts import Small, Stacked
 from lab.ops import PackedTable
@@ -206,17 +206,11 @@ class ChainStep:
                 self._plain.append(delta)
         self.moes = [ChainMoe(layer.moe, dtype) for layer in model.layers]
         self.injections = [None if layer.ple is None else ChainInjection(layer.ple) for layer in model.layers]
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tables = RotaryTables(self.config, self.device, dtype)
 
     def for_more(self) -> DecodeStep:
         """The step for more sequences, on the same joined weights."""
         return DecodeStep(self.model, self.device, self.dtype, self._plain, [moe.step for moe in self.moes])
-
-    def tables(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [capacity, rotary_dim] of every position, made once per capacity."""
-        if capacity not in self._tables:
-            self._tables[capacity] = rotary_tables(self.config, torch.arange(capacity, device=self.device), self.dtype)
-        return self._tables[capacity]
 
     def __call__(self, ids: Tensor, state: ModelState, position: Tensor) -> Tensor:
         """Advances the tensors of `state` by one token; `state.length` is the caller's business."""

@@ -37,6 +37,20 @@ def rotary_tables(config: Qwen4ExpConfig, positions: Tensor, dtype: torch.dtype)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+class RotaryTables:
+    """`rotary_tables` of positions 0 .. capacity - 1, made once per capacity: a captured step needs them at one address."""
+
+    def __init__(self, config: Qwen4ExpConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self._config, self._device, self._dtype = config, device, dtype
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [capacity, rotary_dim]."""
+        if capacity not in self._made:
+            self._made[capacity] = rotary_tables(self._config, torch.arange(capacity, device=self._device), self._dtype)
+        return self._made[capacity]
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first rotary_dim of x [B, T, heads, d] (pairs i, i + rotary_dim/2), leaves the rest."""
     width = cos.shape[-1]

@@ -23,7 +23,7 @@ from lab.models.qwen4_exp.hyper import HyperMixer, write_back
 from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
 from lab.models.qwen4_exp.moe import SparseMoe
 from lab.models.qwen4_exp.norms import rms_norm
-from lab.models.qwen4_exp.sparse_attention import AttentionState, SparseAttention, rotary_tables, rotate
+from lab.models.qwen4_exp.sparse_attention import AttentionState, RotaryTables, SparseAttention, rotate
 from lab.models.qwen4_exp.step_parts import Shared, Small, Stacked
 from lab.ops_gpu import KernelExperts, KernelLinear
 
@@ -201,15 +201,9 @@ class DecodeStep:
         ]
         self.moes = moes or [StepMoe(layer.moe, dtype) for layer in model.layers]
         self.last = StepMixer(model.mixer, dtype)
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tables = RotaryTables(c, device, dtype)
         self.beside, self.fetch = Beside(device), Beside(device)
         self._count = c.hc_count
-
-    def tables(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [capacity, rotary_dim] of every position, made once per capacity."""
-        if capacity not in self._tables:
-            self._tables[capacity] = rotary_tables(self.config, torch.arange(capacity, device=self.device), self.dtype)
-        return self._tables[capacity]
 
     def __call__(self, ids: Tensor, state: ModelState, position: Tensor) -> Tensor:
         """Advances the tensors of `state` by one token; `state.length` is the caller's business."""
