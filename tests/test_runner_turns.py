@@ -88,7 +88,7 @@ def test_what_moves_the_numbers_moves_the_resume_key(project: Project, monkeypat
     keys = {resume_key(cell, a, WORKER), resume_key(cell, b, WORKER), resume_key(cell, a, ("python", "-m", "other"))}
     monkeypatch.setattr("lab.provenance.code_sha256", lambda: "other code")
     keys.add(resume_key(cell, a, WORKER))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "17")
     keys.add(resume_key(cell, a, WORKER))
     assert len(keys) == 5
 

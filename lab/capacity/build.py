@@ -86,6 +86,7 @@ def _counted(cell: Cell, sizes: ModelSizes, in_file: Mapping[str, Encoding]) -> 
         agg4_estimate_tok_s=rate(lanes, least=False),
         pp_estimate_tok_s=rate(prefill, least=False),
         basis=_basis(cell, experts, tier, context),
+        assumed=tuple(_assumed(cell, tensors)),
         notes=tuple(_notes(cell, tensors, tier, strips)),
     )
 
@@ -167,6 +168,14 @@ def _basis(cell: Cell, experts: Experts | None, tier: Tier | None, context: int)
     return f"bytes read over bandwidth at {context} tokens of context, prefill of {PREFILL} tokens also operations over rate; {figures}{least}{cached}"
 
 
+def _assumed(cell: Cell, tensors: Sequence[Stored]) -> Iterator[str]:
+    """`component: type` of each component whose types only the file knows, where it is not at hand."""
+    if not any(isinstance(t.encoding, FileEncoding) for t in tensors):
+        for component, plan in cell.path.components.items():
+            if plan.codec == "source" and plan.assumed and any(t.weight.component == component for t in tensors):
+                yield f"{component}: {plan.assumed}"
+
+
 def _notes(cell: Cell, tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) -> Iterator[str]:
     if cell.engine == "transformers":
         yield f"transformers holds every weight in {cell.device.compute_dtype}, which it computes in"
@@ -176,8 +185,8 @@ def _notes(cell: Cell, tensors: Sequence[Stored], tier: Tier | None, strips: Str
         codec, held = (plan.assumed if plan.codec == "source" else "") or plan.codec, {t.encoding.name for t in tensors if t.weight.component == component}
         if codec.startswith("gguf:") and codec in held and len(held) > 1:
             yield f"{component}: rows that {codec} cannot hold, or that have a type of their own, are {', '.join(sorted(held - {codec}))}"
-        if codec != plan.codec and held and not any(isinstance(t.encoding, FileEncoding) for t in tensors):
-            yield f"{component}: {plan.assumed} is assumed; the file itself, where it is at hand, says what it holds"
+    for assumption in _assumed(cell, tensors):
+        yield f"{assumption} is assumed; the file itself, where it is at hand, says what it holds"
     p = cell.placement
     for key, value in (("slots", p.slots), ("resident_layers", p.resident_layers)):
         if value is not None and tier is None and strips is None:

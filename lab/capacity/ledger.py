@@ -77,7 +77,8 @@ class Residency(_Frozen):
 
 class Ledger(_Frozen):
     """See the module. `one_memory`: device and host share the same memory. Rates are tokens per second, None where the device has no figures. A bound holds
-    for any text, and what lies above it is wrong; an estimate spreads requests evenly over experts, which real text does not, and judges nothing."""
+    for any text, and what lies above it is wrong; an estimate spreads requests evenly over experts, which real text does not, and judges nothing. `assumed`:
+    `component: type` where only the file knows its types and is not at hand."""
 
     model: str
     path: str
@@ -101,6 +102,7 @@ class Ledger(_Frozen):
     tg_estimate_tok_s: float | None = Field(default=None, gt=0)
     agg4_estimate_tok_s: float | None = Field(default=None, gt=0)
     pp_estimate_tok_s: float | None = Field(default=None, gt=0)
+    assumed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def weight_bytes(self, where: Place) -> int:

@@ -120,6 +120,11 @@ def capacity_table(matrix: Matrix, capacity: Capacity, lang: Language) -> Table:
     bases = dict.fromkeys(ledger.basis for ledger in capacity.ledgers.values()) if len(telling) > 4 else {}
     notes = [lang("capacity.basis", basis=escape(basis)) for basis in bases]
     notes += [line for row in matrix.rows if row.key in capacity.ledgers for line in _residency(matrix, row, capacity.ledgers[row.key], lang)]
+    assumed = defaultdict(list)
+    for row in matrix.rows:
+        if row.key in capacity.ledgers and (types := capacity.ledgers[row.key].assumed):
+            assumed[", ".join(types)].append(named(matrix, row, lang))
+    notes += [lang("capacity.assumed", types=escape(types), cells=escape(lang.clauses(cells))) for types, cells in assumed.items()]
     notes += [lang("claims.capacity_note", reason=escape(reason), cells=escape(lang.clauses(cells))) for reason, cells in absent.items()]
     return Table("", [header[at] for at in telling], [[row[at] for at in telling] for row in rows], words=1, notes=notes)
 

@@ -46,8 +46,13 @@ def stage_text(name: str, language: str = "en") -> str:
 
 
 def project_with(parcels: list[Parcel], folder: Path) -> Project:
-    """The real project over a runs folder in `folder` that holds these records; without any there is no such folder."""
-    made = Project(root=EXPERIMENTS.parent, runs=folder / "runs")
+    """The project as a fresh clone has it, over a runs folder in `folder` that holds these records; without any there is no such folder. A clone has no model
+    files but those that ship: sizes read from files that happen to lie in models/ would give another report than the committed one."""
+    root = folder / "clone"
+    root.mkdir()
+    for shipped in ("conf", "experiments", "lab"):
+        (root / shipped).symlink_to(EXPERIMENTS.parent / shipped)
+    made = Project(root=root, runs=folder / "runs")
     if parcels:
         made.runs.mkdir()
         take_in(Store(made.runs), parcels)

@@ -11,12 +11,14 @@ import pytest
 import lab.capacity
 from lab.capacity import DerivedTerm, Ledger, NoLedger
 from lab.capacity.ledger import Line, Reads, Workspace
+from lab.convert import convert_command
 from lab.matrix import Matrix, build_matrix
 from lab.project import Project
 from lab.registered import Account
 from lab.report.capacity import NO_CAPACITY, Capacity, account_tables, capacity_table, load_capacity
+from lab.report.cli import load_matrix
 from tests.matrix_helpers import compose, small
-from tests.report.support import EN, ZH, section, stage, text_of
+from tests.report.support import EN, EXPERIMENTS, ZH, project_with, section, stage, text_of
 
 TERMS = [
     DerivedTerm({"en": "experts", "zh": "专家"}, False, 31.7, "GiB", 31.64 * 2**30, "close", -0.06, "experts", 2.25, 2.25),
@@ -54,6 +56,23 @@ def test_a_cell_has_its_ledger_or_a_reason(matrix: Matrix) -> None:
     assert found.notes == ["Bounds: bytes over bandwidth.", r"no sizes \| here: fine, 3 layers"]
     assert capacity.bound(first, "tg") == (205.7, "bytes over bandwidth") and capacity.bound(first, "ppl") == (None, "")
     assert capacity_table(matrix, NO_CAPACITY, EN).rows == []
+
+
+def test_types_that_only_an_absent_file_knows_are_named_as_assumed(tmp_path: Path) -> None:
+    """The bound of an 8-bit file that is not at hand is counted with the path's assumption of 4 bits: a reader must see that."""
+    project = project_with([], tmp_path)
+    matrix = load_matrix(project, "kestrel_small")
+    (file,) = {row.cell.model.artifact for row in matrix.rows if row.cell.model.artifact.endswith("q8.vqf")}
+
+    def assumed() -> set[str]:
+        capacity = load_capacity(project, matrix)
+        (note,) = [note for note in capacity_table(matrix, capacity, EN).notes if "(trunk: vqf:Q4_0, head: vqf:Q8_0)" in note]
+        return {row.cell.model.artifact for row in matrix.rows if capacity.ledgers[row.key].assumed and row.cell.model.artifact in note}
+
+    absent = assumed()
+    (project.root / file).parent.mkdir(parents=True)
+    convert_command([str(EXPERIMENTS / "qwen3_small"), str(project.root / file), "--to", "vqf", "--wmode", "q8"])
+    assert file in absent and assumed() == absent - {file}
 
 
 @pytest.mark.parametrize(
