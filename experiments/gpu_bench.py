@@ -20,7 +20,7 @@ Part = tuple[str, tuple[str, ...], str | None]
 
 
 def parts(layers: int, out: Path | None) -> list[Part]:
-    """The parts in order: single kernels, the decode step, prompts, file blocks, another project's kernels beside ours."""
+    """The parts in order: single kernels, the decode step, prompts, tiers, file blocks, another project's kernels beside ours."""
 
     def kept(name: str) -> tuple[str, ...]:
         return () if out is None else ("--out", str(out / f"{name}.json"))
@@ -29,6 +29,7 @@ def parts(layers: int, out: Path | None) -> list[Part]:
         ("kernel_bench", kept("kernels"), None),
         ("flash_next_bench", ("checks", "mixer", "nano", "speed", "--layers", str(layers)), None),
         ("prefill_bench", ("checks", "experts", "delta", "parity", "model", "--layers", str(layers)), None),
+        ("tier_bench", kept("tiers"), None),
         ("gguf_gpu_bench", kept("gguf"), "gguf"),
         ("humming_bench", kept("humming"), "humming"),
     ]

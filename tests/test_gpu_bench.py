@@ -34,7 +34,7 @@ def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> N
 def test_every_part_is_a_module_and_keeps_its_samples(tmp_path: Path) -> None:
     todo = parts(8, tmp_path)
     assert all(find_spec(f"experiments.{name}") is not None for name, _, _ in todo)
-    assert {Path(words[-1]).name for _, words, _ in todo if "--out" in words} == {"kernels.json", "gguf.json", "humming.json"}
+    assert {Path(words[-1]).name for _, words, _ in todo if "--out" in words} == {"kernels.json", "tiers.json", "gguf.json", "humming.json"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
