@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
+from experiments.gpu_parts import missing_gpu
 from lab.admission import Decision, decide
 from lab.attempt import one_line
 from lab.cell import Cell
 from lab.compose import compose_cells
 from lab.engines.local_attempt import LocalAttempt
+from lab.errors import LabError
 from lab.project import find_project
 from lab.record import Status, WorkerResult
 
@@ -54,7 +56,7 @@ CASES = (
 class _Attempt(LocalAttempt):
     """Without the machine's bounds, which take longer than all the rest: no roofline is looked at here."""
 
-    def _bounds(self, device: torch.device) -> dict[str, Any] | None:
+    def machine(self, device: torch.device, threads: int) -> dict[str, Any] | None:
         return None
 
 
@@ -73,11 +75,18 @@ def seen(case: Case, decision: Decision, result: WorkerResult) -> bool:
 
 
 def main() -> int:
-    """Returns 0 where every case was seen, else 1."""
+    """Returns 0 where every case was seen, 1 where one was not, 2 for a device that is not there or not known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="a device file of conf/device; on a CPU most cases have nothing to fall back from")
     device = parser.parse_args().device
     project, missed = find_project(), 0
+    try:
+        first = compose_cells([*COMMON, f"device={device}", *CASES[0].words], project)[0]
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if first.device.torch_device != "cpu" and missing_gpu("fallback_check"):
+        return 2
     with tempfile.TemporaryDirectory() as cache:
         for case in CASES:
             words = [*COMMON, f"device={device}", *case.words]

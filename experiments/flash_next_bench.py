@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from experiments.gpu_parts import check_parts, missing_gpu
 from lab.cell import Cell
 from lab.codecs import create
 from lab.compose import compose_cells
@@ -113,6 +114,7 @@ def check_chain(batch: int) -> Iterator[Error]:
     yield from chain_verify.check_project(sizes, 16384, 96, 6144)
     yield from chain_verify.check_moe(sizes, create("q2_g32"), 512, 640, 10)
     yield from chain_verify.check_moe(sizes, create("w3_levels"), 512, 640, 10)
+    yield from chain_verify.check_moe(sizes, create("gguf:Q4_0"), 512, 640, 10)
     yield from chain_verify.check_inject(sizes, 4, 3)
 
 
@@ -304,9 +306,12 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--path", default="expert_q2")
     asked = parser.parse_args()
+    check_parts(parser, asked.parts, ("checks", "mixer", "nano", "speed", "profile"))
+    if missing_gpu("flash_next_bench"):
+        return 2
     torch.manual_seed(0)
     good = True
-    if "checks" in asked.parts:
+    if {"checks", "speed", "profile"} & {*asked.parts}:  # nothing is timed that was not checked
         good &= checks()
     if "mixer" in asked.parts:
         found = [error for batch in (1, 3, 8) for error in check_mixer(batch)]

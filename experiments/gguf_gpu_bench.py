@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from experiments.gpu_parts import missing_gpu
 from experiments.kernel_bench import graph_us
 from lab.codecs.gguf import GGUF_CODECS, PART
 from lab.kernels.gguf_gpu import GpuBlocks, decode, transcode
@@ -170,8 +171,7 @@ def main() -> int:
     parser.add_argument("--types", nargs="+", choices=TYPES, help="check and time these instead of all and the usual ones")
     parser.add_argument("--out", type=Path, help="write all samples there as JSON")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: no GPU; the kernels' tests on a CPU are in tests/kernels", file=sys.stderr)
+    if missing_gpu("gguf_gpu_bench"):
         return 2
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     if not check_all(tuple(options.types or TYPES)):

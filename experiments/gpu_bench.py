@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from experiments.gpu_parts import missing_gpu
+
 Part = tuple[str, tuple[str, ...], str | None]
 """(module in experiments, its arguments, a package that it needs)."""
 
@@ -60,10 +62,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for every sample as JSON")
     parser.add_argument("--layers", type=int, default=48, help="layers of the whole-model parts")
     asked = parser.parse_args()
-    import torch
-
-    if not torch.cuda.is_available():
-        print("gpu_bench needs a GPU that torch sees; on a CPU the kernels' tests run in Triton's interpreter: make test", file=sys.stderr)
+    if missing_gpu("gpu_bench"):
         return 2
     if asked.out is not None:
         asked.out.mkdir(parents=True, exist_ok=True)

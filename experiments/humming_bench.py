@@ -26,15 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from experiments.gpu_parts import missing_gpu
 from experiments.humming_layers import SAMPLE, Humming
 from lab.codecs import create
-from lab.codecs.gguf import GGUF_CODECS, PART
 from lab.kernels.experts import LowBitExperts, reference_experts
 from lab.kernels.experts_prefill import FEW_TOKENS, grouped_experts
-from lab.kernels.gguf_gpu import transcode
-from lab.kernels.gguf_gpu_product import expert_slots
-from lab.kernels.gguf_gpu_verify import random_blocks
-from lab.kernels.planes import repack
+from lab.kernels.planes import NIBBLES, repack
 from lab.kernels.trunk import Int8Linear
 from lab.kernels.verify import poisoned, random_ids, random_parts, relative_error
 
@@ -43,6 +40,8 @@ TRUNK = (10240, 2560)
 TOKENS = (1, 4, 8, 512, 4096)
 OPPONENT = {"q2_g32": "int2", "q2_levels": "int2", "w3_levels": "int3", "Q4_0": "int4"}
 """The lab's codec -> humming's type of as many bits (groups of 32; its scales are bf16, so that its bytes differ a little)."""
+CODECS = {"Q4_0": NIBBLES}
+"""Full names of codecs that rows call by a shorter one."""
 TOLERANCE = 1e-2  # |out - ref| / |ref|: bf16 outputs and, on matrix units, weights rounded to bf16
 ROTATE_BYTES = 400e6
 ROUNDS, REPLAYS = 7, 3
@@ -52,35 +51,26 @@ Line = tuple[str, Calls, int]  # name, calls to rotate through, bytes of weights
 
 
 class Ours:
-    """Both stacks of the lab's experts in one codec."""
+    """Both stacks of the lab's experts in one codec, in planes."""
 
     def __init__(self, name: str) -> None:
         shapes = (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
-        self.blocks = name not in ("w3_levels", "q2_g32", "q2_levels")
-        self.codec = GGUF_CODECS[f"gguf:{name}"]() if self.blocks else create(name)
-        self.parts = [{PART: random_blocks(name, shape, "cuda")} if self.blocks else random_parts(self.codec, shape, "cuda") for shape in shapes]
-        if self.blocks:
-            self.first, self.second = (transcode(self.codec, part, shape[-1]) for part, shape in zip(self.parts, shapes, strict=True))
-            self.each = self.first.nbytes() // EXPERTS, self.second.nbytes() // EXPERTS
-        else:
-            planes = repack(self.codec, self.parts[0], HIDDEN, halves=2), repack(self.codec, self.parts[1], WIDTH)
-            self.kernel, self.each = LowBitExperts(*planes), (planes[0].bytes_per_matrix(), planes[1].bytes_per_matrix())
+        self.codec = create(CODECS.get(name, name))
+        self.parts = [random_parts(self.codec, shape, "cuda") for shape in shapes]
+        planes = repack(self.codec, self.parts[0], HIDDEN, halves=2), repack(self.codec, self.parts[1], WIDTH)
+        self.kernel, self.each = LowBitExperts(*planes), (planes[0].bytes_per_matrix(), planes[1].bytes_per_matrix())
 
     def gate_up(self, x: Tensor, ids: Tensor) -> Tensor:
-        """The first product of few tokens; blocks leave SiLU out."""
-        return expert_slots(self.first, ids.flatten(), x) if self.blocks else self.kernel.gate_up(x, ids)
+        """The first product of few tokens, with SiLU."""
+        return self.kernel.gate_up(x, ids)
 
     def down(self, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The second product of few tokens; blocks leave the weighted sum out."""
-        return expert_slots(self.second, ids.flatten(), h.flatten(0, 1)) if self.blocks else self.kernel.down(h, ids, weights, torch.bfloat16)
+        """The second product of few tokens, with the weighted sum."""
+        return self.kernel.down(h, ids, weights, torch.bfloat16)
 
     def whole(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """As the engine computes a layer's experts."""
-        if not self.blocks:
-            return self.kernel(x, ids, weights) if len(x) <= FEW_TOKENS else grouped_experts(self.kernel, x, ids, weights)
-        gate, up = self.gate_up(x, ids).chunk(2, -1)
-        y = expert_slots(self.second, ids.flatten(), silu(gate) * up)
-        return (y.unflatten(0, ids.shape) * weights.to(x.dtype).unsqueeze(-1)).sum(1)
+        return self.kernel(x, ids, weights) if len(x) <= FEW_TOKENS else grouped_experts(self.kernel, x, ids, weights)
 
     def error(self, tokens: int) -> float:
         """Of `whole` at some of `tokens` tokens, against decoded weights in float32."""
@@ -139,7 +129,7 @@ def expert_lines(ours: Ours, name: str, stacks: tuple[Humming, Humming], tokens:
     mine, theirs = [int(used * each) for each in ours.each], [int(used * stack.nbytes) for stack in stacks]
     rival = f"humming {OPPONENT[name]}"
     hidden = [torch.randn(tokens, TOPK, WIDTH, device="cuda") for _ in rounds]
-    half = [h.to(torch.bfloat16 if ours.blocks else torch.float16) for h in hidden]
+    half = [h.to(torch.float16) for h in hidden]
     flat = [h.flatten(0, 1).to(torch.bfloat16) for h in hidden]
     up = [partial(stacks[0].indexed(ids), x) for ids, x, _ in rounds]
     down = [stacks[1].indexed(ids.flatten()[:, None]) for ids, _, _ in rounds]
@@ -275,8 +265,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, choices=TOKENS, nargs="+", help="these numbers of tokens")
     parser.add_argument("--out", type=Path, help="write every sample there as JSON")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: no GPU; this compares kernels on one", file=sys.stderr)
+    if missing_gpu("humming_bench"):
         return 2
     try:
         found = import_module("importlib.metadata").version("humming-kernels")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from experiments.gpu_parts import missing_gpu
 from lab.codecs import create
 from lab.kernels.experts import LowBitExperts, Tile
 from lab.kernels.experts_bf16 import Bf16Experts
@@ -33,11 +34,12 @@ from lab.kernels.verify import Error, check_experts, check_linear, check_router,
 DEVICE = "cuda"
 EXPERTS, HIDDEN, WIDTH, TOPK = 512, 2560, 640, 10
 TRUNK = {"qkv 10240x2560": (10240, 2560), "out 2560x6144": (2560, 6144)}
-CODECS = ("w3_levels", "q2_g32", "q2_levels")
+CODECS = ("w3_levels", "q2_g32", "q2_levels", "gguf:Q4_0")
 CHECKED: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "w3_levels": [("w3_levels", {}), ("w3_levels", {"code_order": "10_10_10_2"})],
     "q2_g32": [("q2_g32", {}), ("q2_g32", {"scale_dtype": "e4m3"})],
     "q2_levels": [("q2_levels", {})],
+    "gguf:Q4_0": [("gguf:Q4_0", {})],
     "small": [("bf16", {})],
 }
 READ_GB_S = 4400.0  # read-only sweep of an H200, measured; the denominator of every share
@@ -209,8 +211,7 @@ def main() -> int:
     parser.add_argument("--only", choices=names, help="one part")
     parser.add_argument("--out", type=Path, help="write all samples there as JSON")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: no GPU; the kernels' tests on a CPU are in tests/kernels", file=sys.stderr)
+    if missing_gpu("kernel_bench"):
         return 2
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)

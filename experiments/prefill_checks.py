@@ -16,7 +16,7 @@ from lab.kernels.hyper_step import reference_mix, reference_norm
 from lab.kernels.indexer_prefill import block_keys, block_scores, choose_blocks
 from lab.kernels.mixer_prefill import mix_prompt, norm_prompt, silu_prompt
 from lab.kernels.moe_prefill import route_prompt, sum_slots
-from lab.kernels.planes import repack
+from lab.kernels.planes import NIBBLES, repack
 from lab.kernels.router import reference_route
 from lab.kernels.trunk_prefill import decode_into
 from lab.kernels.verify import Error, poisoned, random_parts, relative_error
@@ -161,5 +161,6 @@ def all_checks() -> Iterator[Error]:
 
 def grouped() -> Iterator[Error]:
     """Grouped experts with narrow and wide tiles."""
-    for name, tokens in (("q2_g32", 17), ("q2_g32", 150), ("q2_g32", 300), ("w3_levels", 17), ("w3_levels", 300), ("q2_levels", 17), ("bf16", 150)):
-        yield from check_grouped(name, tokens)
+    for name, lengths in (("q2_g32", (17, 150, 300)), ("w3_levels", (17, 300)), ("q2_levels", (17,)), (NIBBLES, (17, 300)), ("bf16", (150,))):
+        for tokens in lengths:
+            yield from check_grouped(name, tokens)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lab.codecs.gguf import PART
 from lab.errors import LabError
 from lab.ops import Packed, PackedExperts, PackedLinear, PackedTable
 
@@ -70,15 +71,26 @@ class KernelExperts:
 
     kernel = "triton"
 
-    def __init__(self, gate_up: Packed, down: Packed) -> None:
-        """Takes over both stacks: their canonical parts are freed."""
+    def __init__(self, gate_up: Packed, down: Packed, up: Packed | None = None) -> None:
+        """Takes over the stacks: their canonical parts are freed. `up`: in files' blocks of 4 bits, where `gate_up` may be the gate alone."""
         from lab.kernels.experts import LowBitExperts
         from lab.kernels.experts_bf16 import Bf16Experts
-        from lab.kernels.planes import repack
+        from lab.kernels.planes import repack, repack_nibbles
 
-        self.gate_up, self.down = gate_up, down
+        self.stacks = [gate_up, down] if up is None else [gate_up, up, down]
         self.slots: LowBitExperts | Bf16Experts
-        if gate_up.codec.name == "bf16":
+        if in_nibbles(gate_up):
+            halves = gate_up.parts[PART].chunk(2, 1) if up is None else [gate_up.parts[PART], up.parts[PART]]
+            first = repack_nibbles(halves, gate_up.shape[-1])
+            del halves
+            for stack in self.stacks[:-1]:
+                stack.parts = {}
+                stack.held_as(first.nbytes() // (len(self.stacks) - 1))
+            second = repack_nibbles([down.parts[PART]], down.shape[-1])
+            down.parts = {}
+            down.held_as(second.nbytes())
+            self.slots = LowBitExperts(first, second)
+        elif gate_up.codec.name == "bf16":
             self.slots = Bf16Experts(gate_up.parts["weight"], down.parts["weight"])
         else:
             first = repack(gate_up.codec, gate_up.parts, gate_up.shape[-1], halves=2)
@@ -89,7 +101,7 @@ class KernelExperts:
     def count(self, slots: int) -> None:
         """Counts one call on `slots` (token, expert) pairs. Bytes: each pair's expert, at most all experts once; pairs that share one are counted twice,
         because finding them would wait for the device. One token's experts are always different, so there the count is exact."""
-        for stack in (self.gate_up, self.down):
+        for stack in self.stacks:
             experts, rows, cols = stack.shape
             stack.count(slots, 2 * slots * rows * cols, stack.nbytes() // experts * min(slots, experts))
 
@@ -149,11 +161,23 @@ def experts(op: PackedExperts, dtype: torch.dtype) -> tuple[Any, str | None]:
     stacks: Sequence[Packed] = (*op.gate_up, op.down)
     names = {stack.codec.name for stack in stacks}
     if _of_files(stacks):
+        if dtype in _HALVES and len(op.gate_up) <= 2 and all(in_nibbles(stack) for stack in stacks):
+            found, reason = _tried(op.down.device, dtype, lambda: KernelExperts(op.gate_up[0], op.down, *op.gate_up[1:]))
+            return found or op, reason
         return _in_blocks(stacks, op, lambda made: made.BlockExperts(op.gate_up, op.down))
     if len(op.gate_up) > 1 or len(names) > 1 or not names <= {*LOW_BIT, "bf16"}:
         return op, f"no kernel for {', '.join(sorted(names))} in {len(stacks)} stacks"
     found, reason = _tried(op.down.device, dtype, lambda: KernelExperts(op.gate_up[0], op.down))
     return found or op, reason
+
+
+def in_nibbles(stack: Packed) -> bool:
+    """Whether a stack is in blocks of a file that the kernels of planes take: 4 bits, symmetric, one float16 scale for 32 weights."""
+    from lab.kernels.planes import NIBBLES
+    from lab.ops_gpu_blocks import frame
+
+    known = frame(stack.codec)
+    return known is not None and known.name == NIBBLES
 
 
 def _of_files(stacks: Sequence[Packed]) -> Sequence[Packed]:

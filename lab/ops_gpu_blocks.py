@@ -2,6 +2,7 @@
 
 Why apart from `ops_gpu`: these weights are transcoded losslessly at load into one skeleton of codes and scales (lab.kernels.gguf_gpu), whatever the type, so
 that a file may mix types row block by row block. Resident bytes are then the skeleton's: more than the file's for some types, and counted as such.
+Experts that are all in Q4_0 do not come here but go to planes (lab.ops_gpu), unless activations are float32.
 What it does not prove: speed at prompts, where a matrix is decoded once per call and experts go slot by slot.
 """
 

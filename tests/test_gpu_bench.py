@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,3 +43,26 @@ def test_without_a_gpu_it_says_so() -> None:
     done = subprocess.run([sys.executable, "-m", "experiments.gpu_bench"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("gpu_bench needs a GPU")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+@pytest.mark.parametrize("name", ["kernel_bench", "flash_next_bench", "prefill_bench", "gguf_gpu_bench", "humming_bench", "fallback_check"])
+def test_every_part_says_so_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", [name])
+    assert import_module(f"experiments.{name}").main() == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"{name} needs a GPU") and told.err.count("\n") == 1 and not told.out
+
+
+@pytest.mark.parametrize("name", ["flash_next_bench", "prefill_bench"])
+def test_a_part_that_there_is_not_is_a_wrong_command(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", [name, "cheks"])
+    with pytest.raises(SystemExit, match="2"):
+        import_module(f"experiments.{name}").main()
+    assert "no part 'cheks'; there are checks," in capsys.readouterr().err
+
+
+def test_a_fallback_check_on_an_unknown_device_is_a_wrong_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["fallback_check", "--device", "foo"])
+    assert import_module("experiments.fallback_check").main() == 2
+    assert capsys.readouterr().err.startswith("error: ")

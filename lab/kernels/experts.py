@@ -1,4 +1,4 @@
-"""Routed experts at decode (a few tokens) with 2- and 3-bit weights: gate, up and SiLU in one kernel, down and the weighted sum in a second.
+"""Routed experts at decode (a few tokens) with 2-, 3- and 4-bit weights: gate, up and SiLU in one kernel, down and the weighted sum in a second.
 
 Why without sorting: at 1 to 8 tokens, 10 of 512 experts almost never coincide, so each (token, expert) slot is its own set of programs and nothing depends
 on counts: both launches replay in a CUDA graph. A shared expert of the same codec may be one more expert with one more slot. The down kernel treats a

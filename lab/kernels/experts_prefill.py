@@ -20,7 +20,7 @@ from lab.kernels.backend import interpreted, require, use_ptx
 from lab.kernels.experts import LowBitExperts
 from lab.kernels.experts_bf16 import Bf16Experts
 from lab.kernels.experts_tiles import down_kernel, gate_up_kernel
-from lab.kernels.fragments import arrange_columns, operand_ptx, padded
+from lab.kernels.fragments import arrange_columns, gain, operand_ptx, padded
 from lab.kernels.moe_prefill import Groups, group_slots, sum_slots
 from lab.kernels.planes import CHUNK, Planes
 
@@ -113,11 +113,13 @@ def _tensors(planes: Planes) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return planes.words, planes.scale.view(torch.int32), _shifts(4 // planes.scale.element_size(), planes.words.device), planes.unit
 
 
-def _constants(planes: Planes, dtype: torch.dtype) -> tuple[int | str, ...]:
-    """BLOCKS, CHUNKS, GROUP_CHUNKS, BITS, STORED, LUT, ASM0, ASM1."""
+def _constants(planes: Planes, dtype: torch.dtype) -> tuple[int | float | str, ...]:
+    """BLOCKS, CHUNKS, GROUP_CHUNKS, BITS, STORED, LUT, ASM0, ASM1, GAIN."""
     stored = 8 * planes.scale.element_size() * (-1 if planes.scale.dtype == torch.bfloat16 else 1)
-    ptx = (operand_ptx(planes.lut, planes.bits, half, dtype == torch.bfloat16) if use_ptx() else "" for half in (0, 1))
-    return planes.words.shape[2], planes.cols // CHUNK, planes.group // CHUNK, planes.bits, stored, planes.lut, *ptx
+    bf16 = dtype == torch.bfloat16
+    ptx = (operand_ptx(planes.lut, planes.bits, half, bf16) if use_ptx() else "" for half in (0, 1))
+    left = gain(planes.bits, bf16, use_ptx())
+    return planes.words.shape[2], planes.cols // CHUNK, planes.group // CHUNK, planes.bits, stored, planes.lut, *ptx, left
 
 
 def _grouped_bf16(experts: Bf16Experts, x: Tensor, ids: Tensor, weights: Tensor, between: Callable[[], object]) -> Tensor:

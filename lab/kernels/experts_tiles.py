@@ -27,6 +27,18 @@ def _silu_mul(gate: tl.tensor, up: tl.tensor, PTX: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def _high_words(words_ptr: tl.tensor, word0: tl.tensor, word1: tl.tensor, plane: tl.constexpr, mask: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """What `operand` decodes the first and the second half of each chunk with, beside their words; at 2 bits nothing, and what is returned is not read."""
+    if BITS == 3:
+        high = tl.load(words_ptr + 2 * plane, mask=mask, other=0)
+        return high, high
+    elif BITS == 4:
+        return tl.load(words_ptr + plane, mask=mask, other=0), tl.load(words_ptr + 3 * plane, mask=mask, other=0)
+    else:
+        return word0, word1
+
+
+@jit
 def _columns(row_ptr: tl.tensor, held: tl.tensor, start: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
     """Two tiles KIND [64, places]: columns start .. start + 127 of arranged rows."""
     column = start + tl.arange(0, 64)
@@ -52,7 +64,7 @@ def _store_arranged(
 def gate_up_kernel(
     x_ptr: tl.tensor, order_ptr: tl.tensor, tiles_ptr: tl.tensor, words_ptr: tl.tensor, scale_ptr: tl.tensor, shift_ptr: tl.tensor, unit_ptr: tl.tensor,
     out_ptr: tl.tensor, TOPK: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, BITS: tl.constexpr,
-    STORED: tl.constexpr, LUT: tl.constexpr, ASM0: tl.constexpr, ASM1: tl.constexpr, N: tl.constexpr, M: tl.constexpr, EXTRA: tl.constexpr,
+    STORED: tl.constexpr, LUT: tl.constexpr, ASM0: tl.constexpr, ASM1: tl.constexpr, GAIN: tl.constexpr, N: tl.constexpr, M: tl.constexpr, EXTRA: tl.constexpr,
     RUN: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row block, tile): N gate and up rows of the tile's expert for M + EXTRA places -> silu(gate) * up, out [places, WIDTH], columns arranged."""
@@ -70,6 +82,7 @@ def gate_up_kernel(
         here = position + lane // 64 * 64
         group = here // 128 * 8 + here % 128 // 64 + lane % 64 // 16 * 2
         plane: tl.constexpr = CHUNKS * 16
+        SECOND: tl.constexpr = (2 if BITS == 4 else 1) * plane  # from the word of a chunk's first half to that of its second
         PER: tl.constexpr = 32 // STORED if STORED > 0 else 2
         step: tl.constexpr = 16 // PER  # words of scales from group to group
         groups: tl.constexpr = (CHUNKS + GROUP_CHUNKS - 1) // GROUP_CHUNKS
@@ -92,20 +105,17 @@ def gate_up_kernel(
             inside = (group < BLOCKS)[:, None] & (start + c < CHUNKS)[None, :]
             grouped = scale + ((start + c) // GROUP_CHUNKS * step)[None, :]
             gate0 = tl.load(words + start * 16, mask=inside, other=0)
-            gate1 = tl.load(words + (start * 16 + plane), mask=inside, other=0)
+            gate1 = tl.load(words + (start * 16 + SECOND), mask=inside, other=0)
             up0 = tl.load(words + (start * 16 + UP), mask=inside, other=0)
-            up1 = tl.load(words + (start * 16 + UP + plane), mask=inside, other=0)
+            up1 = tl.load(words + (start * 16 + UP + SECOND), mask=inside, other=0)
             gate_scale = load_scales(grouped, shift, inside, STORED)
             up_scale = load_scales(grouped + BLOCKS * groups * step, shift, inside, STORED)
-            gate_high = gate0
-            up_high = up0
-            if BITS == 3:
-                gate_high = tl.load(words + (start * 16 + 2 * plane), mask=inside, other=0)
-                up_high = tl.load(words + (start * 16 + UP + 2 * plane), mask=inside, other=0)
-            w_gate0 = operand(gate0, gate_high, gate_scale, ASM0, 0, BITS, LUT, N, RUN, KIND, PTX)
-            w_up0 = operand(up0, up_high, up_scale, ASM0, 0, BITS, LUT, N, RUN, KIND, PTX)
-            w_gate1 = operand(gate1, gate_high, gate_scale, ASM1, 1, BITS, LUT, N, RUN, KIND, PTX)
-            w_up1 = operand(up1, up_high, up_scale, ASM1, 1, BITS, LUT, N, RUN, KIND, PTX)
+            gate_high = _high_words(words + start * 16, gate0, gate1, plane, inside, BITS)
+            up_high = _high_words(words + (start * 16 + UP), up0, up1, plane, inside, BITS)
+            w_gate0 = operand(gate0, gate_high[0], gate_scale, ASM0, 0, BITS, LUT, N, RUN, KIND, PTX)
+            w_up0 = operand(up0, up_high[0], up_scale, ASM0, 0, BITS, LUT, N, RUN, KIND, PTX)
+            w_gate1 = operand(gate1, gate_high[1], gate_scale, ASM1, 1, BITS, LUT, N, RUN, KIND, PTX)
+            w_up1 = operand(up1, up_high[1], up_scale, ASM1, 1, BITS, LUT, N, RUN, KIND, PTX)
             if EXTRA > 0:
                 y0, y1 = _columns(x_more, held_more, start * 32, KIND)
                 gate = tl.dot(w_gate0, x0, gate)
@@ -121,7 +131,7 @@ def gate_up_kernel(
                 up = tl.dot(w_up0, x0, up)
                 gate = tl.dot(w_gate1, x1, gate)
                 up = tl.dot(w_up1, x1, up)
-        unit = tl.load(unit_ptr + expert)
+        unit = tl.load(unit_ptr + expert) * GAIN
         _store_arranged(out_ptr, place, held, _silu_mul(gate * unit, up * unit, PTX), position, WIDTH, RUN)
         if EXTRA > 0:
             _store_arranged(out_ptr, more, held_more, _silu_mul(gate_more * unit, up_more * unit, PTX), position, WIDTH, RUN)
@@ -138,7 +148,7 @@ def _store_slots(out_ptr: tl.tensor, slot: tl.tensor, held: tl.tensor, value: tl
 def down_kernel(
     h_ptr: tl.tensor, order_ptr: tl.tensor, weights_ptr: tl.tensor, tiles_ptr: tl.tensor, words_ptr: tl.tensor, scale_ptr: tl.tensor, shift_ptr: tl.tensor,
     unit_ptr: tl.tensor, out_ptr: tl.tensor, WIDTH: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr, GROUP_CHUNKS: tl.constexpr, BITS: tl.constexpr,
-    STORED: tl.constexpr, LUT: tl.constexpr, ASM0: tl.constexpr, ASM1: tl.constexpr, N: tl.constexpr, PASSES: tl.constexpr, M: tl.constexpr,
+    STORED: tl.constexpr, LUT: tl.constexpr, ASM0: tl.constexpr, ASM1: tl.constexpr, GAIN: tl.constexpr, N: tl.constexpr, PASSES: tl.constexpr, M: tl.constexpr,
     EXTRA: tl.constexpr, RUN: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row blocks, tile): PASSES times N outputs for M + EXTRA places times the slots' weights, out [slots, WIDTH] at the slots' own numbers. The
@@ -152,10 +162,11 @@ def down_kernel(
         K: tl.constexpr = (CHUNKS + 3) // 4 * 128
         h_row = h_ptr + place.to(tl.int64) * K
         slot = tl.load(order_ptr + place, mask=held, other=0)
-        unit = tl.load(unit_ptr + expert)
+        unit = tl.load(unit_ptr + expert) * GAIN
         share = tl.load(weights_ptr + slot, mask=held, other=0).to(tl.float32) * unit
         lane = tl.arange(0, N)
         plane: tl.constexpr = CHUNKS * 16
+        SECOND: tl.constexpr = (2 if BITS == 4 else 1) * plane  # from the word of a chunk's first half to that of its second
         PER: tl.constexpr = 32 // STORED if STORED > 0 else 2
         step: tl.constexpr = 16 // PER
         groups: tl.constexpr = (CHUNKS + GROUP_CHUNKS - 1) // GROUP_CHUNKS
@@ -180,14 +191,12 @@ def down_kernel(
                 inside = (group < BLOCKS)[:, None] & (start + c < CHUNKS)[None, :]
                 here = words + (number * (N // 16 * BITS * plane) + start * 16)
                 word0 = tl.load(here, mask=inside, other=0)
-                word1 = tl.load(here + plane, mask=inside, other=0)
+                word1 = tl.load(here + SECOND, mask=inside, other=0)
                 grouped = scale + (number * (N // 16 * groups * step) + (start + c) // GROUP_CHUNKS * step)[None, :]
                 scales = load_scales(grouped, shift, inside, STORED)
-                high = word0
-                if BITS == 3:
-                    high = tl.load(here + 2 * plane, mask=inside, other=0)
-                w0 = operand(word0, high, scales, ASM0, 0, BITS, LUT, N, RUN, KIND, PTX)
-                w1 = operand(word1, high, scales, ASM1, 1, BITS, LUT, N, RUN, KIND, PTX)
+                high = _high_words(here, word0, word1, plane, inside, BITS)
+                w0 = operand(word0, high[0], scales, ASM0, 0, BITS, LUT, N, RUN, KIND, PTX)
+                w1 = operand(word1, high[1], scales, ASM1, 1, BITS, LUT, N, RUN, KIND, PTX)
                 if EXTRA > 0:
                     y0, y1 = _columns(h_more, held_more, start * 32, KIND)
                     total = tl.dot(w0, h0, total)

@@ -1,19 +1,22 @@
-"""Codes of 2, 3 and 8 bits in the order the decode kernels read: planes of words over chunks of 32 codes, 16 rows side by side. Made once at load.
+"""Codes of 2, 3, 4 and 8 bits in the order the decode kernels read: planes of words over chunks of 32 codes, 16 rows side by side. Made once at load.
 
 Why: the canonical order (lab/codecs/packing.py) is for files. In it a 3-bit code straddles words and every code costs shifts; here the low two bits of 32
 codes are two words, the third bits one word, and codes sit so that one mask gives eight selectors for a byte permute and the activations need no
-reordering (pairs of neighbours). 16 rows lie side by side, so that a thread loads four rows' words in 16 bytes and one activation serves all four.
-Bytes stay the codec's own: 2, 3 or 8 bits per weight, scales as stored. What it does not prove: that the order suits another GPU's cache lines.
+reordering (pairs of neighbours). At 4 bits one mask gives the two codes of a pair where a 16-bit float has its last bits, and no table is needed. 16 rows lie
+side by side, so that a thread loads four rows' words in 16 bytes and one activation serves all four. Bytes stay the codec's own: 2, 3, 4 or 8 bits per
+weight, scales as stored. What it does not prove: that the order suits another GPU's cache lines.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lab.codecs import Codec, Parts
+from lab.codecs.gguf import PART
 from lab.codecs.packing import unpack2, unpack3
 from lab.codecs.plain import Int8G128
 from lab.codecs.q2 import Q2G32, Q2Levels
@@ -21,11 +24,14 @@ from lab.codecs.w3 import W3Levels
 from lab.kernels.backend import require
 
 CHUNK = 32
-"""Codes per chunk: three words at 3 bits, two at 2 bits; the unit of one float16 partial sum."""
+"""Codes per chunk: as many words as a code has bits; the unit of one float16 partial sum."""
 ROWS = 16
 """Rows side by side in one block."""
 LEVEL_ERROR = 5e-4
 """Largest relative error of a level as float8_e5m2 times a factor: a quarter of bfloat16's rounding, in which the plain engine multiplies."""
+NIBBLES = "gguf:Q4_0"
+"""The codec of 4 bits: blocks of a float16 scale and 32 codes, weight = (code - 8) * scale."""
+_BLOCK_BYTES = 2 + CHUNK // 2
 _STACK = 8  # matrices repacked at a time, so that temporaries stay small beside a layer's experts
 
 
@@ -34,9 +40,11 @@ class Planes:
     """A stack [E, halves * rows, cols] of one codec, repacked. All tensors on one device.
 
     words int32 [E, halves, blocks, bits, chunks, 16]. 2 and 3 bits: planes 0 and 1 the low two bits of chunk positions 0-15 and 16-31, plane 2 the third
-    bits, see `code_bits`. 8 bits: plane p holds positions 4p .. 4p+3, each code + 128 in a byte, first code lowest.
+    bits, see `code_bits`. 4 bits: plane p holds positions 8p .. 8p+7, see `nibble_bit`. 8 bits: plane p holds positions 4p .. 4p+3, each code + 128 in a
+    byte, first code lowest.
     scale [E, halves, blocks, ceil(cols / group), 16] as stored (uint8 holds e4m3 bits), or, at one scale a row, float32 [E, halves, blocks, 1, 16].
-    unit float32 [E]: weight = level * scale * unit, level = lut[code] or, at 8 bits, code / 128. lut: float8_e5m2 bits by code in a 64-bit number.
+    unit float32 [E]: weight = level * scale * unit, level = lut[code] or, at 4 bits, code / 8 - 1, at 8 bits code / 128. lut: float8_e5m2 bits by code in a
+    64-bit number.
     """
 
     words: Tensor
@@ -95,16 +103,19 @@ def repack(codec: Codec, parts: Parts, cols: int, halves: int = 1) -> Planes:
     `halves=2` keeps two equal halves of the rows (gate and up) in separate blocks, so that a program can read both at one offset.
     Raises LabError on a codec without such a kernel or a shape that does not fit.
     """
-    require(isinstance(codec, W3Levels | Q2Levels | Q2G32 | Int8G128), codec.name, "has no plane kernel; use w3_levels, q2_levels, q2_g32 or int8_g128")
+    known = isinstance(codec, W3Levels | Q2Levels | Q2G32 | Int8G128) or codec.name == NIBBLES
+    require(known, codec.name, f"has no plane kernel; use w3_levels, q2_levels, q2_g32, {NIBBLES} or int8_g128")
     require(cols % CHUNK == 0, codec.name, f"{cols} columns: the kernel needs a multiple of {CHUNK}")
-    key = "weight" if isinstance(codec, Int8G128) else "codes"
+    key = PART if codec.name == NIBBLES else "weight" if isinstance(codec, Int8G128) else "codes"
     if parts[key].ndim == 2:
         parts = {name: part[None] for name, part in parts.items()}
-    packed, scale = parts[key], parts["scale"]
+    packed = parts[key]
     require(packed.ndim == 3 and packed.shape[1] % halves == 0, codec.name, f"{key} {list(packed.shape)} is not a stack of {halves} equal halves")
+    if codec.name == NIBBLES:
+        return repack_nibbles(packed.unflatten(1, (halves, -1)).unbind(1), cols)
     bits, group, lut, factor = _numbers(codec, cols)
     experts, rows, device = packed.shape[0], packed.shape[1] // halves, packed.device
-    unit = torch.full((experts,), factor, dtype=torch.float32, device=device)
+    unit, scale = torch.full((experts,), factor, dtype=torch.float32, device=device), parts["scale"]
     if "factor" in parts:
         unit = unit * parts["factor"][:, 0]
     if group == cols:
@@ -119,6 +130,23 @@ def repack(codec: Codec, parts: Parts, cols: int, halves: int = 1) -> Planes:
         words[which] = _plane_words(_codes(codec, packed[which]).unflatten(1, (halves, rows)), bits)
         scales[which] = _blocked(scale[which].unflatten(1, (halves, rows))).transpose(-1, -2)
     return Planes(words, scales, unit, lut, bits, group, rows, cols)
+
+
+def repack_nibbles(halves: Sequence[Tensor], cols: int) -> Planes:
+    """Q4_0 blocks uint8 [E, rows, cols / 32 * 18], one stack (down) or two (gate and up), -> Planes of 4 bits. Raises LabError where they differ in shape."""
+    experts, rows, width = halves[0].shape
+    fits = cols % CHUNK == 0 and width * CHUNK == cols * _BLOCK_BYTES and all(half.shape == halves[0].shape for half in halves)
+    require(fits, NIBBLES, f"stacks {[list(half.shape) for half in halves]} are not equal ones of blocks of {cols} columns")
+    blocks, chunks, device = -(-rows // ROWS), cols // CHUNK, halves[0].device
+    words = torch.empty(experts, len(halves), blocks, 4, chunks, ROWS, dtype=torch.int32, device=device)
+    scales = torch.empty(experts, len(halves), blocks, chunks, ROWS, dtype=torch.float16, device=device)
+    for number, half in enumerate(halves):
+        for start in range(0, experts, _STACK):
+            which = slice(start, start + _STACK)
+            raw = half[which].unflatten(-1, (chunks, _BLOCK_BYTES))
+            scales[which, number] = _blocked(raw[..., :2].contiguous().view(torch.float16).squeeze(-1)).transpose(-1, -2)
+            words[which, number] = _nibble_words(raw[..., 2:])
+    return Planes(words, scales, torch.full((experts,), 8.0, device=device), 0, 4, CHUNK, rows, cols)
 
 
 def _numbers(codec: Codec, cols: int) -> tuple[int, int, int, float]:
@@ -159,6 +187,15 @@ def _plane_words(codes: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).transpose(-1, -2)
 
 
+def _nibble_words(packed: Tensor) -> Tensor:
+    """Q4_0's 16 bytes of a block, uint8 [..., rows, chunks, 16], the first 16 codes in the low halves -> int32 [..., blocks, 4, chunks, 16]."""
+    codes = torch.cat([packed & 15, packed >> 4], -1).unflatten(-1, (4, 8))
+    order = torch.tensor([i for _, i in sorted((nibble_bit(i), i) for i in range(8))], device=packed.device)  # from the lowest bits up
+    ordered = codes[..., order]
+    words = (ordered[..., 0::2] | (ordered[..., 1::2] << 4)).contiguous().view(torch.int32).flatten(-3)  # [..., rows, chunks * 4]
+    return _blocked(words).unflatten(-1, (-1, 4)).movedim(-1, -3).transpose(-1, -2)
+
+
 def _sum(terms: list[Tensor]) -> Tensor:
     return torch.stack(terms).sum(0)
 
@@ -177,6 +214,12 @@ def code_bits(position: int) -> tuple[int, int]:
     return 4 * nibble + 2 * step, 4 * nibble + 2 * word + step
 
 
+def nibble_bit(position: int) -> int:
+    """First bit of code `position` (0..31) of a chunk in its word `position // 8` at 4 bits: the two codes of a pair are 16 bits apart."""
+    pair, second = divmod(position % 8, 2)
+    return 4 * pair + 16 * second
+
+
 def unpack_planes(planes: Planes) -> Tensor:
     """Planes -> float32 weights [E, halves * rows, cols]: the reference of the kernels' decode, one code at a time."""
     words = planes.words.to(torch.int64) & 0xFFFFFFFF  # [E, halves, blocks, bits, chunks, 16]
@@ -191,6 +234,8 @@ def _level(planes: Planes, words: Tensor, position: int) -> Tensor:
     """float32 level of one chunk position, [E, halves, blocks, chunks, 16]."""
     if planes.bits == 8:
         return (((words[..., position // 4, :, :] >> (8 * (position % 4))) & 255) - 128).to(torch.float32) / 128
+    if planes.bits == 4:
+        return (((words[..., position // 8, :, :] >> nibble_bit(position)) & 15) - 8).to(torch.float32) / 8
     low, high = code_bits(position)
     code = (words[..., position // 16, :, :] >> low) & 3
     if planes.bits == 3:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lab.codecs import Codec, Parts, create
+from lab.codecs.gguf import PART
 from lab.kernels.experts import LowBitExperts, reference_experts
 from lab.kernels.experts_bf16 import Bf16Experts
-from lab.kernels.planes import repack
+from lab.kernels.planes import NIBBLES, repack
 from lab.kernels.router import reference_route, route
 from lab.kernels.table import Table, reference_table
 from lab.kernels.trunk import Int8Linear, reference_linear
@@ -62,6 +63,11 @@ def random_parts(codec: Codec, shape: tuple[int, ...], device: str) -> Parts:
     if codec.name == "int8_g128":
         codes = torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
         return {"weight": codes, "scale": (scales(-(-cols // 128)) / 3000).to(torch.bfloat16)}
+    if codec.name == NIBBLES:
+        blocks = torch.randint(0, 256, (*lead, rows, cols // 32, 18), dtype=torch.uint8, device=device)
+        signed = scales(cols // 32) / 200 * torch.randn(*lead, rows, cols // 32, device=device).sign()
+        blocks[..., :2] = signed.to(torch.float16).unsqueeze(-1).view(torch.uint8)
+        return {PART: blocks.flatten(-2)}
     bits = 3 if codec.name == "w3_levels" else 2
     codes = torch.randint(0, 256, (*lead, rows, cols * bits // 8), dtype=torch.uint8, device=device)
     if codec.name == "w3_levels":

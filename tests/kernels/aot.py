@@ -49,7 +49,7 @@ def cases(target: str) -> dict[str, tuple[Any, dict[str, Any], dict[str, int], f
     ptx = target == "cuda"
     pointers = {"x_ptr": "*i64", "h_ptr": "*i64", "ids_ptr": "*i32", "weights_ptr": "*fp32", "words_ptr": "*i32", "unit_ptr": "*fp32"}
     found: dict[str, tuple[Any, dict[str, Any], dict[str, int], float]] = {}
-    for bits, scale, group in ((2, "*fp16", 1), (3, "*u8", 2)):
+    for bits, scale, group in ((2, "*fp16", 1), (3, "*u8", 2), (4, "*fp16", 1)):
         shared = {**pointers, "scale_ptr": scale, "lut_low": "i32", "lut_high": "i32", "TOPK": 10, "GROUP_CHUNKS": group, "BITS": bits, "PTX": ptx, "UNROLL": 1}
         gate = {**shared, "out_ptr": "*fp16", "WIDTH": 640, "BLOCKS": 40, "CHUNKS": 80, "ROWS": 16, "STEP": 16, "BF16": True}
         down = {**shared, "out_ptr": "*bf16", "WIDTH": 2560, "BLOCKS": 160, "CHUNKS": 20, "ROWS": 16, "STEP": 16}

@@ -24,7 +24,7 @@ from lab.kernels import (
     ngram_prefill,
     trunk_prefill,
 )
-from lab.kernels.fragments import operand_ptx
+from lab.kernels.fragments import gain, operand_ptx
 from lab.kernels.planes import level_table
 from tests.kernels.aot import TARGETS, instructions
 
@@ -37,11 +37,12 @@ def grouped(target: str) -> dict[str, Case]:
     pointers: dict[str, Any] = {f"{name}_ptr": "*i32" for name in ("order", "tiles", "words", "scale", "shift")} | {"unit_ptr": "*fp32", "weights_ptr": "*fp32"}
     pointers |= {f"{name}_ptr": "*bf16" for name in ("x", "h", "out")}
     found: dict[str, Case] = {}
-    for bits, stored, group, levels in ((2, 16, 1, (-1.5, -0.5, 0.5, 1.5)), (3, 8, 2, (-8, -5, -3, -1, 1, 3, 5, 8))):
-        lut, _ = level_table(tuple(float(level) for level in levels))
+    for bits, stored, group, levels in ((2, 16, 1, (-1.5, -0.5, 0.5, 1.5)), (3, 8, 2, (-8, -5, -3, -1, 1, 3, 5, 8)), (4, 16, 1, ())):
+        lut = level_table(tuple(float(level) for level in levels))[0] if levels else 0
         code = [tl.constexpr(operand_ptx(lut, bits, half, True) if ptx else "") for half in (0, 1)]
         shared = {**pointers, "BITS": bits, "STORED": stored, "LUT": lut, "ASM0": code[0], "ASM1": code[1], "GROUP_CHUNKS": group, "TOPK": 10}
-        for places, rows, warps in ((16, 64, 2), (96, 64, 4))[: 3 - bits + 1]:
+        shared["GAIN"] = gain(bits, True, ptx)
+        for places, rows, warps in ((16, 64, 2), (96, 64, 4))[: 1 if bits == 3 else 2]:
             tile = {
                 **shared,
                 "N": rows,

@@ -40,7 +40,7 @@ def test_projections(batch: int, rows: int, small: int) -> None:
         assert error < TOLERANCE, name
 
 
-@pytest.mark.parametrize(("batch", "codec"), [(1, "q2_g32")])
+@pytest.mark.parametrize(("batch", "codec"), [(1, "q2_g32"), (1, "gguf:Q4_0")])
 def test_experts(batch: int, codec: str) -> None:
     for name, error in check_moe(sizes(batch, 32), create(codec), 7, 64, 2):
         assert error < TOLERANCE, name

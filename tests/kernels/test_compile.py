@@ -21,8 +21,10 @@ MOST = {
     "cuda": {
         "gate_up 2 bit": 3.5,
         "gate_up 3 bit": 4.0,
+        "gate_up 4 bit": 3.6,
         "down 2 bit": 3.9,
         "down 3 bit": 4.3,
+        "down 4 bit": 3.9,
         "gemv M=1": 3.9,
         "gemv M=4": 8.9,
         "tile M=16": 12.3,
@@ -31,8 +33,10 @@ MOST = {
     "hip": {
         "gate_up 2 bit": 8.2,
         "gate_up 3 bit": 13.1,
+        "gate_up 4 bit": 8.8,
         "down 2 bit": 9.0,
         "down 3 bit": 13.6,
+        "down 4 bit": 9.3,
         "gemv M=1": 8.9,
         "gemv M=4": 19.6,
         "tile M=16": 39,
@@ -70,6 +74,14 @@ def test_levels_are_looked_up_and_multiplied_in_pairs(compiled: dict[str, dict[s
     for case in ("gate_up 2 bit", "gate_up 3 bit", "down 2 bit", "down 3 bit", "gemv M=1"):
         mnemonics = compiled["cuda"][case]["mnemonics"]
         assert mnemonics["PRMT"] > 0 and mnemonics["HFMA2"] > mnemonics.get("FFMA", 0), case
+
+
+def test_codes_of_four_bits_are_masked_and_multiplied_in_pairs(compiled: dict[str, dict[str, Any]]) -> None:
+    """16 masks and 32 multiply-adds of a pair for 32 codes, and no conversion of single ones."""
+    for case, chunks in (("gate_up 4 bit", 8), ("down 4 bit", 4)):
+        mnemonics = compiled["cuda"][case]["mnemonics"]
+        assert mnemonics["LOP3"] >= 16 * chunks and mnemonics["HFMA2"] > 30 * chunks, case
+        assert mnemonics.get("FFMA", 0) < 2 * chunks and "I2F" not in mnemonics and "I2FP" not in mnemonics, case
 
 
 def test_nothing_spills_on_nvidia(compiled: dict[str, dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ CODECS: list[tuple[str, dict[str, Any]]] = [
     ("q2_levels", {}),
     ("q2_g32", {}),
     ("q2_g32", {"scale_dtype": "e4m3"}),
+    ("gguf:Q4_0", {}),
 ]
 
 

@@ -32,7 +32,7 @@ def test_groups_hold_every_slot_once_in_its_experts_tiles() -> None:
     assert held == expected == [tile[:3] for tile in tiles[: len(held)]]
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("q2_g32", 29), ("w3_levels", 13), ("q2_levels", 9)])
+@pytest.mark.parametrize(("name", "tokens"), [("q2_g32", 29), ("w3_levels", 13), ("q2_levels", 9), ("gguf:Q4_0", 29), ("gguf:Q4_0", 13)])
 def test_low_bit_experts_of_many_tokens(name: str, tokens: int) -> None:
     codec, experts, hidden, width, k = create(name), 4, 64 if name == "w3_levels" else 96, 64, 2
     first, second = random_parts(codec, (experts, 2 * width, hidden), DEVICE), random_parts(codec, (experts, hidden, width), DEVICE)

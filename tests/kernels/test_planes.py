@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="triton is not installed")
 
 from lab.codecs import create, parts_nbytes, relative_mse
+from lab.codecs.gguf import PART
 from lab.codecs.q2 import LLOYD_MAX
 from lab.codecs.w3 import LEVELS
 from lab.errors import LabError
-from lab.kernels.planes import LEVEL_ERROR, code_bits, level_table, repack, unpack_planes
+from lab.kernels.planes import LEVEL_ERROR, code_bits, level_table, nibble_bit, repack, repack_nibbles, unpack_planes
 from tests.codecs.support import student
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -26,6 +27,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("q2_g32", {}),
     ("q2_g32", {"scale_dtype": "e4m3"}),
     ("q2_g32", {"scale_dtype": "bfloat16"}),
+    ("gguf:Q4_0", {}),
 ]
 
 
@@ -50,10 +52,31 @@ def test_every_bit_of_a_chunk_has_one_place() -> None:
         low = [places[i][0] for i in range(16 * word, 16 * word + 16)]
         assert sorted(low) == list(range(0, 32, 2))
     assert sorted(high for _, high in places) == list(range(32))
+    for word in range(4):
+        assert sorted(nibble_bit(i) for i in range(8 * word, 8 * word + 8)) == list(range(0, 32, 4))
+
+
+def test_blocks_of_four_bits_become_planes_bit_for_bit() -> None:
+    """Any bytes: all codes, scales of either sign, zeros, subnormal ones and the largest."""
+    random = torch.Generator().manual_seed(4)
+    blocks = torch.randint(0, 256, (11, 2 * 21, 3, 18), dtype=torch.uint8, generator=random)
+    blocks[..., 1] &= 0xFB  # no infinities or NaN, which differ from themselves
+    extreme = torch.tensor([0.0, -0.0, 2**-24, -(2**-24), 65504.0, -65504.0], dtype=torch.float16).view(torch.uint8).view(2, 3, 2)
+    blocks[10, :2, :, :2] = extreme
+    blocks[10, 0, :, 2:], blocks[10, 1, :, 2:] = 0x0F, 0xF0
+    codec, parts = create("gguf:Q4_0"), {PART: blocks.flatten(-2)}
+    want = codec.decode(parts, 96)
+    assert want.abs().max() == 8 * 65504
+    for halves in (1, 2):
+        got = unpack_planes(repack(codec, parts, 96, halves))
+        assert torch.equal(got.view(torch.int32), want.view(torch.int32)), "the sign of a zero counts, too"
+    apart = repack_nibbles([part.contiguous() for part in parts[PART].chunk(2, 1)], 96)
+    assert apart.halves == 2 and torch.equal(apart.words, repack(codec, parts, 96, 2).words)
+    assert apart.nbytes() == 11 * (2 * 32 * 96 * 18 // 32 + 4), "4.5 bits a weight, rows to whole blocks of 16, and a unit"
 
 
 def test_bytes_stay_the_codecs_own() -> None:
-    for name, cols in (("int8_g128", 256), ("w3_levels", 128), ("q2_g32", 96)):
+    for name, cols in (("int8_g128", 256), ("w3_levels", 128), ("q2_g32", 96), ("gguf:Q4_0", 96)):
         codec = create(name)
         parts = codec.encode(student(3, 32, cols))
         unit = 4 * 3
@@ -86,3 +109,10 @@ def test_what_does_not_fit_is_refused() -> None:
         repack(int8, int8.encode(student(4, 40)), 40)
     with pytest.raises(LabError, match="2 equal halves"):
         repack(int8, int8.encode(student(2, 5, 64)), 64, halves=2)
+    nibbles = create("gguf:Q4_0")
+    with pytest.raises(LabError, match="2 equal halves"):
+        repack(nibbles, nibbles.encode(student(2, 5, 64)), 64, halves=2)
+    with pytest.raises(LabError, match="gguf:Q4_0: stacks .* of 96 columns"):
+        repack(nibbles, nibbles.encode(student(2, 4, 64)), 96)
+    with pytest.raises(LabError, match="not equal ones"):
+        repack_nibbles([nibbles.encode(student(2, rows, 64))[PART] for rows in (4, 5)], 64)
