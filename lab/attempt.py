@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from lab.cell import Cell
 from lab.errors import GapError, LabError, flat
+from lab.metrics import METRICS
 from lab.record import Measurement, Status, WorkerResult
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Attempt(ABC):
@@ -45,6 +49,24 @@ class Attempt(ABC):
         """Metrics that will have no value, and why."""
         self.result.gaps |= {name: (status, reason) for name in names if name not in self.result.metrics}
 
+    def machine(self, device: torch.device, threads: int) -> dict[str, Any] | None:
+        """The machine's bounds, to be taken before a model fills the memory. Without them speeds are measured all the same, only without a roofline."""
+        import torch  # which not every engine needs
+
+        from lab.measure.machine import machine_bounds
+
+        self.phase("machine", "bandwidth and arithmetic bounds")
+        if device.type == "cuda" and not torch.cuda.is_available():  # an engine of its own may see one all the same
+            self.result.notes.append("no roofline: torch sees no GPU to measure the bandwidth of")
+            return None
+        try:
+            bounds = machine_bounds(device, getattr(torch, self.cell.device.compute_dtype), threads, self.cache)
+        except GapError as error:
+            self.result.notes.append(f"no roofline: {one_line(error)}")
+            return None
+        self.result.evidence["machine_bounds"] = bounds
+        return bounds
+
     def run(self) -> None:
         """Measures everything and emits the result. An unexpected error leaves as it is: it keeps its traceback."""
         try:
@@ -67,3 +89,9 @@ class Attempt(ABC):
 def one_line(error: BaseException) -> str:
     """The error's message in one line of at most 500 characters."""
     return flat(error, 500) or type(error).__name__
+
+
+def valued(name: str, value: float, details: dict[str, Any]) -> Measurement:
+    """A single value of a registered metric, in its unit and by its protocol."""
+    known = METRICS[name]
+    return Measurement(value=float(value), unit=known.unit, protocol=known.protocol, details=details)

@@ -97,7 +97,7 @@ def nano_attempt(runs: Path, *words: str) -> WorkerResult:
     cell = cell_of(Project(ROOT, runs), "path=reference", "layers=1", *bench, *words)
     events = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_attempt, "machine_bounds", _left_out)
+        patch.setattr("lab.measure.machine.machine_bounds", _left_out)
         patch.setattr(local_attempt, "load_reference", _left_out)
         local_attempt.LocalAttempt(cell, ROOT, runs / "cache", events).run()
     last = json.loads(events.getvalue().splitlines()[-1])

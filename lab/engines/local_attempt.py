@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from lab.artifacts import open_model
-from lab.attempt import Attempt, one_line
+from lab.artifacts import Artifact, open_model
+from lab.artifacts.synthetic import SyntheticArtifact
+from lab.attempt import Attempt, one_line, valued
 from lab.cell import SYNTHETIC
 from lab.devices import usable_cores
 from lab.engines.local import LocalEngine, is_out_of_memory, usable_device
 from lab.errors import GapError, LabError
 from lab.measure.divergence import DivergenceTally, divergence_metrics
 from lab.measure.llama_half import llama_half
-from lab.measure.machine import machine_bounds
 from lab.measure.parity import step_parity
 from lab.measure.perplexity import PerplexityTally
 from lab.measure.reference import BATCH, OTHER_BATCH, is_its_own_reference, load_reference
@@ -31,15 +31,16 @@ from lab.measure.text import Corpus, load_corpus
 from lab.measure.throughput import LANES, decode_rate, prefill_rate
 from lab.measure.tiers import tier_metrics
 from lab.measure.wide import measure, owed, passes
-from lab.metrics import METRICS
 from lab.models import inventory
 from lab.provenance import code_sha256
-from lab.record import Measurement, Status
+from lab.record import Status
 
 QUALITY = ("ppl", "bits_per_byte", "kld_mean", "kld_p99", "top1_agreement")
 ASKED = ("ppl_llama_half",)
 """Owed where the bench asks for it."""
 SPEED = ("pp512_tok_s", "tg128_tok_s", "agg4_tg128_tok_s", "decode_bytes_per_token")
+Reference = tuple[torch.Tensor, dict[str, float]]
+"""Log-probabilities of the reference, and what its file says of them (`lab.measure.reference.load_reference`)."""
 _COSINES = {"expert_cosine": "experts", "ple_cosine": "ple"}
 
 
@@ -52,23 +53,14 @@ class LocalAttempt(Attempt):
 
     def measure(self) -> None:
         """Loads once, then everything in the order of the module's description."""
-        torch.manual_seed(0)
         cell = self.cell
-        self.phase("check", cell.model.artifact)
-        device = usable_device(cell.device.torch_device)
-        self.result.environment = environment(device)
-        artifact = open_model(self.root, cell.model)
-        self.result.artifact = artifact.inspect()
-        corpus = load_corpus(artifact.tokenizer(), self.root / cell.model.corpus)
-        bounds = self._bounds(device)
-        synthetic = cell.model.artifact == SYNTHETIC
-        reference = None if synthetic else self._reference(corpus)
+        device, _, corpus, bounds, reference = self._prepare()
         self.phase("load", f"{cell.path.name}, {cell.layers} layers")
         engine = LocalEngine(cell, self.root)
         self.result.environment["threads"] = torch.get_num_threads()
         self._keep_load(engine)
         try:
-            if synthetic:
+            if self.synthetic:
                 self.gap(QUALITY, Status.UNSUPPORTED, "synthetic weights: random codes have no quality to measure")
                 self.result.notes.append("synthetic weights: random codes at the model's sizes; only speed, memory and placement mean anything")
             else:
@@ -76,12 +68,10 @@ class LocalAttempt(Attempt):
             self.phase("parity", "steps against the whole")
             self.result.evidence["parity"] = step_parity(engine, corpus)
         except ValueError as error:
-            asked = (*(ASKED if cell.bench.llama_half_chunks else ()), *owed(cell.bench))
-            self.gap((*QUALITY, *asked, *SPEED), Status.NUMERIC_INVALID, one_line(error))
+            self._invalid(error)
         else:
             self._time(engine, corpus, bounds)
-        peak = {"of": "device, from load on" if device.type == "cuda" else "process: Python, text, reference log-probabilities and scores included"}
-        self.keep(peak_memory_bytes=_value("peak_memory_bytes", engine.peak_memory_bytes(), peak))
+        self._keep_peak(engine.peak_memory_bytes(), device)
         if cell.layers in cell.bench.segment_layers:
             self.phase("segments", "share of each component, from a trace")
             found = Found()
@@ -108,19 +98,33 @@ class LocalAttempt(Attempt):
             for one in self.result.evidence["fallbacks"]
         ]
 
-    def _bounds(self, device: torch.device) -> dict[str, Any] | None:
-        """The machine's bounds, taken before a model fills the memory. Without them speeds are measured all the same, only without a roofline."""
-        self.phase("machine", "bandwidth and arithmetic bounds")
-        threads = self.cell.device.threads or usable_cores()
-        try:
-            bounds = machine_bounds(device, getattr(torch, self.cell.device.compute_dtype), threads, self.cache)
-        except GapError as error:
-            self.result.notes.append(f"no roofline: {one_line(error)}")
-            return None
-        self.result.evidence["machine_bounds"] = bounds
-        return bounds
+    @property
+    def synthetic(self) -> bool:
+        """Whether the weights are random codes, which have no quality."""
+        return self.cell.model.artifact == SYNTHETIC
 
-    def _reference(self, corpus: Corpus) -> tuple[torch.Tensor, dict[str, float]] | None:
+    def _prepare(self, **versions: str) -> tuple[torch.device, Artifact | SyntheticArtifact, Corpus, dict[str, Any] | None, Reference | None]:
+        """What comes before the load: (device, artifact, text, the machine's bounds, the reference). `versions`: of an engine's library."""
+        torch.manual_seed(0)
+        self.phase("check", self.cell.model.artifact)
+        device = usable_device(self.cell.device.torch_device)
+        self.result.environment = environment(device) | versions
+        artifact = open_model(self.root, self.cell.model)
+        self.result.artifact = artifact.inspect()
+        corpus = load_corpus(artifact.tokenizer(), self.root / self.cell.model.corpus)
+        bounds = self.machine(device, self.cell.device.threads or usable_cores())
+        return device, artifact, corpus, bounds, None if self.synthetic else self._reference(corpus)
+
+    def _invalid(self, error: ValueError) -> None:
+        """Scores that are not finite: neither quality nor speed."""
+        asked = (*(ASKED if self.cell.bench.llama_half_chunks else ()), *owed(self.cell.bench))
+        self.gap((*QUALITY, *asked, *SPEED), Status.NUMERIC_INVALID, one_line(error))
+
+    def _keep_peak(self, nbytes: int, device: torch.device) -> None:
+        of = "device, from load on" if device.type == "cuda" else "process: Python, text, reference log-probabilities and scores included"
+        self.keep(peak_memory_bytes=valued("peak_memory_bytes", nbytes, {"of": of}))
+
+    def _reference(self, corpus: Corpus) -> Reference | None:
         self.phase("reference", "log-probabilities at the same depth")
         try:
             return load_reference(self.cell, self.root, self.cache, self.result.artifact["sha256"], corpus)
@@ -132,19 +136,19 @@ class LocalAttempt(Attempt):
         resident = engine.binder.resident()
         total = sum(entry["bytes"] for entry in resident)
         self.keep(
-            load_s=_value(
+            load_s=valued(
                 "load_s", engine.load_s, {"encoding": "from source precision at load", "cache_state": "files read once before, by the check of the digest"}
             ),
-            resident_bytes=_value("resident_bytes", total, {"by_component": resident}),
+            resident_bytes=valued("resident_bytes", total, {"by_component": resident}),
         )
         cosines = engine.binder.cosines()
         for metric, component in _COSINES.items():
             if component in cosines:
-                self.keep(**{metric: _value(metric, cosines[component]["mean"], cosines[component])})
+                self.keep(**{metric: valued(metric, cosines[component]["mean"], cosines[component])})
             else:
                 self.gap((metric,), Status.UNSUPPORTED, f"not applicable: {component} are in source precision, or absent at this depth")
 
-    def _score(self, engine: LocalEngine, corpus: Corpus, reference: tuple[torch.Tensor, dict[str, float]] | None) -> None:
+    def _score(self, engine: LocalEngine, corpus: Corpus, reference: Reference | None) -> None:
         """Perplexity and divergence in one pass. Raises ValueError when a score is not finite."""
         bench, cell = self.cell.bench, self.cell
         windows, scored = corpus.windows(bench.ppl_context, bench.ppl_stride, bench.ppl_windows)
@@ -220,7 +224,7 @@ class LocalAttempt(Attempt):
 
     def _stage(self, engine: LocalEngine, corpus: Corpus) -> None:
         """The measures that a stage owes, after everything else: the profiler and the CPU's side would show in peak memory."""
-        if self.cell.model.artifact == SYNTHETIC:
+        if self.synthetic:
             self.gap(STAGE, Status.UNSUPPORTED, "synthetic weights: random codes have nothing to agree on")
             return
         found = stage_measures(engine, self.cell, self.root, corpus, self.phase)
@@ -273,8 +277,3 @@ def environment(device: torch.device) -> dict[str, Any]:
 def table_note(rows: int) -> str:
     """What a record says of a synthetic model with a smaller table."""
     return f"n-gram table of {rows} rows (model.table_rows), not the model's own size: bytes and misses of the table are not the true model's"
-
-
-def _value(name: str, value: float, details: dict[str, Any]) -> Measurement:
-    known = METRICS[name]
-    return Measurement(value=float(value), unit=known.unit, protocol=known.protocol, details=details)

@@ -60,7 +60,7 @@ def words_of(part: Tensor) -> Tensor:
     """[E, ...] as int64 [E, n]. Raises LabError where an expert's bytes are not whole words."""
     flat = part.flatten(1)
     if flat.shape[1] * flat.element_size() % 16:
-        raise LabError(f"tiered: {flat.shape[1] * flat.element_size()} bytes of an expert are not whole words of 16")
+        raise LabError(f"{flat.shape[1] * flat.element_size()} bytes of an expert are not whole words of 16")
     return flat.view(torch.int64)
 
 

@@ -68,7 +68,7 @@ def attempt(cell: Cell, root: Path, patch: pytest.MonkeyPatch) -> WorkerResult:
         return _read(cache / "reference.safetensors")
 
     patch.setattr(local_attempt, "load_reference", reference)
-    patch.setattr(local_attempt, "machine_bounds", lambda *_: BOUNDS)
+    patch.setattr("lab.measure.machine.machine_bounds", lambda *_: BOUNDS)
     patch.setattr(throughput, "PREFILL", 24)
     patch.setattr(throughput, "DECODE", 6)
     events = io.StringIO()

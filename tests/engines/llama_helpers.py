@@ -64,4 +64,4 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeLlama) -> None:
     """Puts the fake in the module's place, and bounds in that of measuring the machine."""
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("lab.engines.llama_cpp.attempt.machine_bounds", lambda *_: dict(BOUNDS))
+    monkeypatch.setattr("lab.measure.machine.machine_bounds", lambda *_: dict(BOUNDS))

@@ -60,7 +60,7 @@ def test_refused_converted_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert code == 0 and "layout 0x1 -> 0x3" in said and "lossless" in said
     (cell,) = compose_cells([*words, "artifact=OUT/model.vqf"], project)
     assert clear(project, cell, False, inspect_artifacts(project, [cell])[cell.hash]).stop is None
-    monkeypatch.setattr("lab.engines.local_attempt.machine_bounds", lambda *_: None)
+    monkeypatch.setattr("lab.measure.machine.machine_bounds", lambda *_: None)
     events = io.StringIO()
     LocalAttempt(cell, project.root, tmp_path / "cache", events).run()
     ran = WorkerResult.model_validate(json.loads(events.getvalue().splitlines()[-1])["result"])

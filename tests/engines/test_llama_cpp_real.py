@@ -111,7 +111,7 @@ def test_a_broken_file_is_a_load_failure_with_the_last_word(broken: bytes, reaso
 
 
 def test_a_whole_attempt_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lab.engines.llama_cpp.attempt.machine_bounds", lambda *_: dict(BOUNDS))
+    monkeypatch.setattr("lab.measure.machine.machine_bounds", lambda *_: dict(BOUNDS))
     # Weights near zero, since random ones guess worse than chance, which is refused.
     hf = hf_model("llama")
     for parameter in hf.parameters():

@@ -12,20 +12,15 @@ from typing import Any
 
 import torch
 
-from lab.artifacts import open_model
-from lab.attempt import one_line
-from lab.cell import SYNTHETIC
+from lab.attempt import one_line, valued
 from lab.engines.hf.engine import HfEngine
 from lab.engines.hf.library import library
-from lab.engines.local import usable_device
-from lab.engines.local_attempt import ASKED, QUALITY, SPEED, LocalAttempt, environment, table_note
+from lab.engines.local_attempt import ASKED, QUALITY, LocalAttempt, Reference, table_note
 from lab.errors import GapError
 from lab.measure.parity import step_parity
 from lab.measure.stage import Found
-from lab.measure.text import Corpus, load_corpus
+from lab.measure.text import Corpus
 from lab.measure.throughput import LANES, decode_rate, prefill_rate
-from lab.measure.wide import owed
-from lab.metrics import METRICS
 from lab.models import inventory
 from lab.record import Measurement, Status
 
@@ -37,31 +32,19 @@ class HfAttempt(LocalAttempt):
 
     def measure(self) -> None:
         """Measures in the order of the module's description."""
-        torch.manual_seed(0)
-        cell = self.cell
-        self.phase("check", cell.model.artifact)
-        version = str(library().__version__)
-        device = usable_device(cell.device.torch_device)
-        self.result.environment = environment(device) | {"transformers": version}
-        artifact = open_model(self.root, cell.model)
-        self.result.artifact = artifact.inspect()
-        corpus = load_corpus(artifact.tokenizer(), self.root / cell.model.corpus)
-        bounds = self._bounds(device)
-        synthetic = cell.model.artifact == SYNTHETIC
-        reference = None if synthetic else self._reference(corpus)
+        cell, version = self.cell, str(library().__version__)
+        device, artifact, corpus, bounds, reference = self._prepare(transformers=version)
         self.phase("load", f"transformers {version}, {cell.layers} layers")
         engine = HfEngine(cell, self.root)
         self.result.environment["threads"] = torch.get_num_threads()
         self._keep_loaded(engine)
         try:
-            self._quality(engine, corpus, reference, synthetic)
+            self._quality(engine, corpus, reference)
         except ValueError as error:
-            asked = (*(ASKED if cell.bench.llama_half_chunks else ()), *owed(cell.bench))
-            self.gap((*QUALITY, *asked, *SPEED), Status.NUMERIC_INVALID, one_line(error))
+            self._invalid(error)
         else:
             self._time_each(engine, corpus, bounds)
-        of = "device, from load on" if device.type == "cuda" else "process: Python, text, reference log-probabilities and scores included"
-        self.keep(peak_memory_bytes=_value("peak_memory_bytes", engine.peak_memory_bytes(), {"of": of}))
+        self._keep_peak(engine.peak_memory_bytes(), device)
         if cell.model.table_rows is not None:
             self.result.notes.append(table_note(cell.model.table_rows))
         self._describe(engine, artifact.config().truncated(cell.layers))
@@ -70,14 +53,14 @@ class HfAttempt(LocalAttempt):
         parts = engine.parts.held()
         cached = {"encoding": "none", "cache_state": "files read once before, by the check of the digest"}
         self.keep(
-            load_s=_value("load_s", engine.load_s, cached | engine.loading),
-            resident_bytes=_value("resident_bytes", sum(part["bytes"] for part in parts), {"by_component": parts}),
+            load_s=valued("load_s", engine.load_s, cached | engine.loading),
+            resident_bytes=valued("resident_bytes", sum(part["bytes"] for part in parts), {"by_component": parts}),
         )
         self.gap(_COSINES, Status.UNSUPPORTED, "not applicable: the weights are those of the file, nothing is encoded at load")
 
-    def _quality(self, engine: Any, corpus: Corpus, reference: tuple[torch.Tensor, dict[str, float]] | None, synthetic: bool) -> None:
+    def _quality(self, engine: Any, corpus: Corpus, reference: Reference | None) -> None:
         """Scores and parity. Raises ValueError when a score is not finite."""
-        if synthetic:
+        if self.synthetic:
             self.gap(QUALITY, Status.UNSUPPORTED, "synthetic weights: random ones have no quality to measure")
             self.result.notes.append("synthetic weights: random ones at the model's sizes; only speed, memory and placement mean anything")
             self.result.artifact["layout"] = f"{self.result.artifact['layout']}; here: {engine.loading['weights']}"
@@ -148,8 +131,3 @@ class HfAttempt(LocalAttempt):
         if engine.experts["prompts"]:
             said += f"; experts by {engine.experts['prompts']} for prompts and {engine.experts['steps']} for steps, as its generate() chooses"
         self.result.notes.append(said)
-
-
-def _value(name: str, value: float, details: dict[str, Any]) -> Measurement:
-    known = METRICS[name]
-    return Measurement(value=float(value), unit=known.unit, protocol=known.protocol, details=details)

@@ -17,7 +17,7 @@ import torch
 
 from lab.artifacts import open_artifact
 from lab.artifacts.gguf import Gguf, open_gguf
-from lab.attempt import Attempt, one_line
+from lab.attempt import Attempt, one_line, valued
 from lab.devices import usable_cores
 from lab.engines.llama_cpp.library import build_facts, library
 from lab.engines.llama_cpp.log import Log, placement
@@ -28,15 +28,13 @@ from lab.engines.local import peak_resident_bytes
 from lab.errors import GapError, LabError
 from lab.measure.divergence import DivergenceTally, divergence_metrics
 from lab.measure.llama_half import llama_half
-from lab.measure.machine import machine_bounds
 from lab.measure.perplexity import PerplexityTally
 from lab.measure.reference import load_reference
 from lab.measure.scoring import score_windows
 from lab.measure.text import Corpus, load_corpus
 from lab.measure.throughput import DECODE, LANES, PREFILL, Bounds
-from lab.metrics import METRICS
 from lab.provenance import code_sha256
-from lab.record import Measurement, Status
+from lab.record import Status
 
 DIVERGENCE = ("kld_mean", "kld_p99", "top1_agreement")
 QUALITY = ("ppl", "bits_per_byte", *DIVERGENCE)
@@ -66,7 +64,7 @@ class LlamaCppAttempt(Attempt):
         self.result.artifact = artifact.inspect()
         self._check_depth()
         corpus = load_corpus(artifact.tokenizer(), self.root / cell.model.corpus)
-        bounds = self._bounds(settings)
+        bounds = self.machine(torch.device(cell.device.torch_device), settings.threads)
         reference = self._reference(corpus)
         self.phase("load", path.name)
         started = time.perf_counter()
@@ -105,21 +103,6 @@ class LlamaCppAttempt(Attempt):
             how = f"llama.cpp has no switch for a smaller depth; use layers={depth}, or convert a file of {self.cell.layers} layers"
             raise GapError(Status.UNSUPPORTED, f"layers={self.cell.layers}: {how}")
 
-    def _bounds(self, settings: Settings) -> Bounds:
-        """The machine's bounds, taken before a model fills the memory. Without them speeds are measured all the same, only without a roofline."""
-        self.phase("machine", "bandwidth and arithmetic bounds")
-        device = torch.device(self.cell.device.torch_device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            self.result.notes.append("no roofline: torch sees no GPU to measure the bandwidth of")
-            return None
-        try:
-            bounds = machine_bounds(device, getattr(torch, self.cell.device.compute_dtype), settings.threads, self.cache)
-        except GapError as error:
-            self.result.notes.append(f"no roofline: {one_line(error)}")
-            return None
-        self.result.evidence["machine_bounds"] = bounds
-        return bounds
-
     def _reference(self, corpus: Corpus) -> tuple[torch.Tensor, dict[str, float]] | None:
         """Log-probabilities by the local engine: of the model before its conversion where the cell names it, else of this very file."""
         self.phase("reference", "log-probabilities of the source")
@@ -133,8 +116,8 @@ class LlamaCppAttempt(Attempt):
         cached = {"cache_state": "files read once before, by the check of the digest", "clock": "load of the model and its first context"}
         buffers = placement(model.said)["buffers_mib"]
         self.keep(
-            load_s=_value("load_s", load_s, model.settings.details() | cached),
-            resident_bytes=_value("resident_bytes", model.size_bytes, {"of": "all tensors of the model, by llama.cpp", "buffers_mib": buffers}),
+            load_s=valued("load_s", load_s, model.settings.details() | cached),
+            resident_bytes=valued("resident_bytes", model.size_bytes, {"of": "all tensors of the model, by llama.cpp", "buffers_mib": buffers}),
         )
         self.gap(("decode_bytes_per_token",), Status.UNSUPPORTED, "llama.cpp does not count the bytes that it reads")
         self.gap(COSINES, Status.UNSUPPORTED, "not applicable: the weights are used as the file has them, nothing is encoded at load")
@@ -249,12 +232,12 @@ class LlamaCppAttempt(Attempt):
     def _keep_peak(self, model: LlamaModel) -> None:
         if model.settings.gpu is None:
             of = "process: Python, text, scores and the mapped file included"
-            self.keep(peak_memory_bytes=_value("peak_memory_bytes", peak_resident_bytes(), {"of": of}))
+            self.keep(peak_memory_bytes=valued("peak_memory_bytes", peak_resident_bytes(), {"of": of}))
             return
         gpus = {device["name"] for device in self.result.evidence["llama_cpp"]["devices"] if device["type"] != "CPU"}
         weights, *states = (_on(gpus, said) for said in (model.said, *(context.said for context in self.contexts)))
         of = "device: buffers of the weights and of the larger context, as llama.cpp's log names them"
-        self.keep(peak_memory_bytes=_value("peak_memory_bytes", weights + max(states), {"of": of}))
+        self.keep(peak_memory_bytes=valued("peak_memory_bytes", weights + max(states), {"of": of}))
 
 
 def _on(devices: set[str], said: list[str]) -> float:
@@ -276,8 +259,3 @@ def _stats(gguf: Gguf) -> list[tuple[int, ...]]:
 
 def _counts(context: Context) -> dict[str, int]:
     return {"evaluated": context.evaluated, "llama_cpp": context.counted()}
-
-
-def _value(name: str, value: float, details: dict[str, Any]) -> Measurement:
-    known = METRICS[name]
-    return Measurement(value=float(value), unit=known.unit, protocol=known.protocol, details=details)
