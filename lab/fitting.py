@@ -14,7 +14,7 @@ from lab.capacity import NoLedger, capacity_evidence, estimate_with_memory, judg
 from lab.cell import Cell
 from lab.errors import GapError
 from lab.gates import forced, not_checked, passed
-from lab.project import Project
+from lab.project import Project, say
 from lab.record import GateResult, Status
 from lab.store import RECORD, Stored, load_attempt
 
@@ -35,6 +35,10 @@ def capacity_gate(project: Project, cell: Cell, force: bool) -> tuple[GateResult
     raised = {"estimate_bytes": estimates.device.bytes, "host_estimate_bytes": estimates.host.bytes, "raised": estimates.reason}
     kept = capacity_evidence(ledger, device, host) | raised
     said = verdict.sentence + (f"; the estimate was {estimates.reason}" if estimates.reason else "")
+    for kept_there in (one for one in ledger.residency if one.degrades):
+        foreseen = f"{kept_there.where}: only {kept_there.kept} of {kept_there.total} {kept_there.what} will stay resident ({kept_there.limit})"
+        said += f"; {foreseen}"
+        say(f"  expected to end as DEGRADED: {foreseen}, the rest is rebuilt in every pass")
     if verdict.fits is None:
         return not_checked("capacity", said), kept
     if verdict.fits:

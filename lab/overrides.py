@@ -55,7 +55,7 @@ def parse(words: Sequence[str]) -> list[Override]:
         if key == "hydra" or key.startswith(("hydra.", "hydra/")):
             raise LabError(f"{key}: Hydra's own settings have no effect here; only its composition is used")
         if key in seen:
-            raise LabError(f"{key} is given twice")
+            raise LabError(f"{key} is given twice; keep one of them")
         seen.add(key)
     return found
 

@@ -7,7 +7,7 @@ out of memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TextIO
 
 from rich import box
@@ -17,9 +17,12 @@ from rich.table import Table
 
 from lab.capacity import Ledger, NoLedger, Residency, Suggestion
 from lab.capacity.plan import Judged, Planned, plan_cells
+from lab.cell import Cell
 from lab.compose import plan
 from lab.console import console
 from lab.errors import LabError
+from lab.placement.kinds import kind_of, too_few_slots
+from lab.preflight import unsupported
 from lab.project import Project
 from lab.selection import names_experiment, plan_experiment
 
@@ -73,6 +76,9 @@ def print_one(screen: Console, planned: Planned) -> None:
     ledger = planned.ledger
     if isinstance(ledger, NoLedger):
         screen.print(f"{planned.cell.id}: no ledger: {escape(ledger.reason)}")
+        for note in (planned.absent, unsupported(planned.cell)):
+            if note:
+                screen.print(f"note: {escape(' '.join(note.split()))}")
         return
     screen.print(_ledger_table(planned.cell.id, ledger))
     for judged in planned.judged:
@@ -94,14 +100,24 @@ def print_one(screen: Console, planned: Planned) -> None:
             screen.print(_ways_table(f"{judged.memory}: {'would fit' if judged.verdict.short_by_bytes else 'the largest tiers'}", judged.suggestions))
         elif judged.verdict.short_by_bytes:
             screen.print(f"{judged.memory}: no change of placement, depth or path that the lab knows would fit")
-    unsupported = [f"this path cannot run yet: {' '.join(why.split())}"] if (why := planned.cell.path.unsupported) else []
-    for note in (*unsupported, f"workspace is {ledger.workspace.basis}", *ledger.notes):
+    for note in (*_refused(planned.cell, ledger), *filter(None, [planned.absent]), f"workspace is {ledger.workspace.basis}", *ledger.notes):
         screen.print(f"note: {escape(note)}")
+
+
+def _refused(cell: Cell, ledger: Ledger) -> Iterator[str]:
+    """Why a run of this cell would be a gap whatever fits, and which of its files are not here."""
+    if why := unsupported(cell):
+        yield f"a run would end as UNSUPPORTED: {' '.join(why.split())}"
+    elif ledger.experts is not None and (cell.placement.resident_layers or 0) < cell.layers:
+        kind, slots = kind_of(cell.path.components), cell.placement.slots or 0
+        if few := too_few_slots(kind, slots, ledger.experts.count, ledger.experts.per_token):
+            yield f"a run would end as UNSUPPORTED: {few}"
 
 
 def _resident(kept: Residency) -> str:
     """How much stays resident; for a strip cache also the slots and the budget that would hold everything."""
-    all_of_them = f"all of them need {kept.needed_bytes / GIB:.2f} GiB ({kept.needed_bytes / GB:.2f} GB)"
+    size = f"{kept.needed_bytes / GIB:.2f} GiB ({kept.needed_bytes / GB:.2f} GB)" if kept.needed_bytes >= GIB else f"{kept.needed_bytes / MB:.1f} MB"
+    all_of_them = f"all of them need {size}"
     if kept.what == "weights":
         all_of_them += f": {kept.total} slots and a budget of {-(-kept.needed_bytes // MB)} MB"
     status = "; a run would be DEGRADED" if kept.degrades else ""

@@ -52,15 +52,15 @@ def clear(project: Project, cell: Cell, force: bool, artifact: Mapping[str, Any]
     else:
         found.stop, found.lines = (Status.DEAD_END, closed.reason()), closed.lines()
         return found
-    if why := _unsupported(cell):
+    if why := unsupported(cell) or _elsewhere(cell):
         found.stop = (Status.UNSUPPORTED, why)
     elif refused := artifact.get("refused"):
         found.stop, found.lines = (Status.ARTIFACT_REFUSED, refused["reason"]), refused["lines"]  # whatever force says: no option relaxes this
     return found
 
 
-def _unsupported(cell: Cell) -> str | None:
-    """Why this cell cannot run on this machine with this version, or None."""
+def unsupported(cell: Cell) -> str | None:
+    """Why this cell cannot run with this version, whatever the machine, or None."""
     if cell.path.unsupported is not None:
         return cell.path.unsupported.strip()
     if cell.path.format == "vqf" and cell.model.arch not in VQF_ARCHITECTURES:
@@ -69,8 +69,11 @@ def _unsupported(cell: Cell) -> str | None:
         return other
     if cell.engine == "transformers" and (why := _not_for_transformers(cell)):
         return why
-    if refused := refused_before_loading(cell):
-        return refused
+    return refused_before_loading(cell)
+
+
+def _elsewhere(cell: Cell) -> str | None:
+    """Why the cell's device is not here, or None."""
     if not is_expected(cell.device.expect, here := accelerators()):
         return f"device={cell.device.name} is not here: this machine has {', '.join(here) or 'no accelerator'}"
     return None
@@ -122,16 +125,22 @@ def _not_for_transformers(cell: Cell) -> str | None:
     return None
 
 
+def needs_file(cell: Cell) -> str | None:
+    """The format (`gguf`, `vqf`) of the file that the path runs where the artifact is another; None where it is one, or random codes."""
+    wanted, artifact = cell.path.format, cell.model.artifact
+    return None if wanted is None or cell.engine == "server" or artifact == SYNTHETIC or artifact.endswith(f".{wanted}") else wanted
+
+
 def _other_format(cell: Cell) -> str | None:
     """Why the path does not run this artifact, with what would, or None."""
-    wanted, artifact = cell.path.format, cell.model.artifact
-    if wanted is None or cell.engine == "server" or artifact.endswith(f".{wanted}"):
+    artifact, name = cell.model.artifact, cell.model.name
+    if artifact == SYNTHETIC and cell.path.format == "gguf" and cell.engine != "server":  # of VQF, random blocks of the types that the path assumes
+        return f"path={cell.path.name} runs GGUF files; artifact={SYNTHETIC} is for paths that choose their codecs"
+    wanted = needs_file(cell)
+    if wanted is None:
         return None
-    if artifact == SYNTHETIC:
-        # Of VQF, random blocks of the types that the path assumes.
-        return None if wanted == "vqf" else f"path={cell.path.name} runs {wanted.upper()} files; artifact={SYNTHETIC} is for paths that choose their codecs"
-    options = "--types q8_0" if wanted == "gguf" else "--wmode q8"
-    make = f", or make one with python -m lab convert {artifact} {cell.model.name}.{wanted} --to {wanted} {options}"
+    options = "--types q8_0" if wanted == "gguf" else "--wmode q4"
+    make = f", or make one with python -m lab convert {artifact} models/{name}/{name}.{wanted} --to {wanted} {options}"
     possible = cell.model.arch == "qwen4_exp" if wanted == "gguf" else cell.model.arch in VQF_ARCHITECTURES
     return f"path={cell.path.name} runs {wanted.upper()} files, and {artifact} is none: give artifact=FILE.{wanted}{make if possible else ''}"
 
@@ -154,5 +163,11 @@ def _corpus_sha256(file: Path, name: str) -> str:
 
 def _inspect() -> Inspect:
     from lab.artifacts import open_model
+    from lab.artifacts.kinship import check_kinship
 
-    return lambda root, model: open_model(root, model).inspect()
+    def look(root: Path, model: ModelSpec) -> dict[str, Any]:
+        artifact = open_model(root, model)
+        check_kinship(root, model, artifact.config())
+        return artifact.inspect()
+
+    return look

@@ -105,3 +105,15 @@ def test_a_cell_without_known_sizes_is_not_called_passed(project: Project, cells
     unknown = cells[3].model_copy(update={"model": cells[3].model.model_copy(update={"artifact": "nowhere", "geometry": ""})})
     result, kept = capacity_gate(project, unknown, force=False)
     assert result.outcome == "not_checked" and result.detail and not kept
+
+
+def test_a_strip_cache_that_is_too_small_is_foretold(project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    free(monkeypatch, 1 << 40)
+    words = ["model=qwen3_8b", "path=kestrel_vqf", "artifact=synthetic", "device=cpu", "placement.slots=256"]
+    small, large = (compose_cells([*words, f"placement.host_budget_mb={size}"], project)[0] for size in (4096, 8192))
+    result, _ = capacity_gate(project, small, force=False)
+    foretold = "host: only 136 of 252 weights will stay resident (placement.host_budget_mb=4096, placement.slots=256)"
+    assert result.detail.endswith(f"; {foretold}")
+    assert f"expected to end as DEGRADED: {foretold}" in capsys.readouterr().err
+    result, _ = capacity_gate(project, large, force=False)
+    assert "will stay" not in result.detail and "DEGRADED" not in capsys.readouterr().err

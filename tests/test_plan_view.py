@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from lab.capacity import Ledger
 from lab.capacity.plan import plan_cells
 from lab.compose import compose_cells
 from lab.errors import LabError
@@ -41,6 +42,36 @@ def test_a_cell_that_does_not_fit_says_by_how_much_and_what_would(project: Proje
     assert "111.56 GB   103.90" in text
     for line in ("placement.slots=219", "placement.resident_layers=20", "layers=1", "path=strata_server"):
         assert line in text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("path=tiered",), "a run would end as UNSUPPORTED: tiered placement was not told how much stays on the GPU"),
+        (("path=tiered", "placement.slots=3"), "a run would end as UNSUPPORTED: placement.slots=3: a step of 1 sequence may use 10 different experts"),
+        (("path=gguf_plugin", "artifact=synthetic"), "a run would end as UNSUPPORTED: path=gguf_plugin runs GGUF files; artifact=synthetic is for paths"),
+        (("path=expert_q2",), "models/Qwen3.8-Flash-Next is not here; the sizes are those of conf/geometry/flash_next.json"),
+        (("path=kestrel_vqf", "model=qwen3_8b", "artifact=no.vqf"), "no.vqf is not here; the sizes are those of conf/geometry/qwen3_8b.json"),
+    ],
+)
+def test_what_a_run_would_refuse_stands_beside_the_figures(project: Project, words: tuple[str, ...], told: str) -> None:
+    model = [] if any(word.startswith("model=") for word in words) else ["model=flash_next"]
+    _, text = run(project, *model, "device=r9700", "layers=6", *words)
+    assert told in " ".join(text.split())
+
+
+def test_what_would_fit_can_be_run(project: Project) -> None:
+    """Paths for files of another format are no way out for random codes; slots that a step would not find room in are none at all."""
+    words = ("path=reference", "layers=48", "--memory=100")
+    _, text = run(project, *FLASH, *words)
+    assert "path=gguf_plugin" in text and "artifact=FILE.gguf" in text
+    _, text = run(project, *FLASH, *words, "artifact=synthetic")
+    assert "gguf_plugin" not in text and "placement.slots=" in text
+    few = ("path=reference", "layers=6", "path.components.ple.placement=host")  # room for 5 slots, where a token uses 10 experts
+    (planned,) = plan_cells(project, compose_cells([*FLASH, *few, "path.components.experts.placement=tiered", "placement.slots=5"], project))
+    assert isinstance(planned.ledger, Ledger)
+    _, text = run(project, *FLASH, *few, f"--memory={planned.ledger.device_bytes / 2**30 + 0.01:.3f}")
+    assert "does not fit" in text and "placement.slots=" not in text
 
 
 def test_a_cell_that_fits_ends_with_0(project: Project) -> None:

@@ -19,11 +19,11 @@ PROJECT = Project(root=ROOT, runs=ROOT / "runs")
     [
         (
             ("path=gguf_plugin",),
-            "and experiments/nano is none: give artifact=FILE.gguf, or make one with python -m lab convert experiments/nano nano.gguf --to gguf",
+            "and experiments/nano is none: give artifact=FILE.gguf, or make one with python -m lab convert experiments/nano models/nano/nano.gguf --to gguf",
         ),
         (("path=gguf_plugin", "artifact=synthetic"), "artifact=synthetic is for paths that choose their codecs"),
         (("path=kestrel_vqf",), "VQF files hold models of the qwen3 family, not qwen4_exp"),
-        (("model=qwen3_8b", "path=kestrel_vqf"), "--to vqf --wmode q8"),
+        (("model=qwen3_8b", "path=kestrel_vqf"), "models/qwen3_8b/qwen3_8b.vqf --to vqf --wmode q4"),
         (("model=smollm2", "path=gguf_plugin", "model.artifact=models/folder"), "give artifact=FILE.gguf"),
     ],
 )

@@ -107,8 +107,7 @@ def _sizes(cell: Cell, data: dict[str, Any], where: str, dtype: torch.dtype) -> 
 def _lines(tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) -> Iterator[Line]:
     """One line per component, encoding and place, in the order of `ACCOUNT_PARTS`; staging and strips last."""
     sums: dict[tuple[str, str, str, Place, bool], list[int]] = {}
-    staging: dict[str, int] = {}
-
+    staging, kind = dict[str, int](), ""
     embedded = {t.weight.name: t.encoding.name for t in tensors if t.weight.kind == "embedding"}
 
     def add(one: Stored, placement: str, where: Place, copy: bool = False, experts: int | None = None) -> None:
@@ -126,8 +125,8 @@ def _lines(tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) 
             add(one, one.placement, "host")
             if tier.slots:
                 add(one, "slots", "device", copy=True, experts=tier.slots)
-            if one.placement == "tiered":
-                staging[one.weight.name.rsplit(".", 1)[-1]] = one.nbytes() * tier.staged // tier.count
+            staging[one.weight.name.rsplit(".", 1)[-1]] = one.nbytes() * tier.staged // tier.count
+            kind = one.placement
         elif strips is not None and has_strip(one.weight):
             add(one, "file", "host")
         else:
@@ -135,7 +134,7 @@ def _lines(tensors: Sequence[Stored], tier: Tier | None, strips: Strips | None) 
     for (component, codec, placement, where, copy), (weights, size) in sorted(sums.items(), key=lambda entry: ACCOUNT_PARTS.index(entry[0][0])):
         yield Line(component=component, codec=codec, placement=placement, where=where, weights=weights, bytes=size, copy_of_host=copy)
     if staging:
-        yield Line(component="staging", codec="as the experts", placement="tiered", where="device", weights=0, bytes=sum(staging.values()), copy_of_host=True)
+        yield Line(component="staging", codec="as the experts", placement=kind, where="device", weights=0, bytes=sum(staging.values()), copy_of_host=True)
     if strips is not None:
         caches: dict[Place, int] = {"host": strips.host, "device": strips.device}
         for place, size in ((place, size) for place, size in caches.items() if size):
@@ -187,12 +186,10 @@ def _notes(cell: Cell, tensors: Sequence[Stored], tier: Tier | None, strips: Str
             yield f"{component}: rows that {codec} cannot hold, or that have a type of their own, are {', '.join(sorted(held - {codec}))}"
     for assumption in _assumed(cell, tensors):
         yield f"{assumption} is assumed; the file itself, where it is at hand, says what it holds"
-    p = cell.placement
-    for key, value in (("slots", p.slots), ("resident_layers", p.resident_layers)):
-        if value is not None and tier is None and strips is None:
-            yield f"placement.{key}={value} has no effect: this path keeps no component in part"
+    if tier is not None and (asked := cell.placement.resident_layers or 0) > cell.layers:
+        yield f"placement.resident_layers={asked}: all {cell.layers} layers, which is the same cell as with {cell.layers}"
     placements = {t.placement for t in tensors if t.weight.kind == "experts"} if tier is not None and tier.partial else set()
-    if "tiered" in placements:
+    if placements:
         yield "streamed experts pass through a staging area of one layer; host memory holds every layer that is not whole on the device"
     if "cpu_cold" in placements:
         yield "the CPU reads the cold experts itself, and no device file has a figure for that: no estimates, and bounds only where slots can hold all in use"

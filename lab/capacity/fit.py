@@ -17,6 +17,7 @@ from lab.cell import Cell
 from lab.compose import compose_cells
 from lab.errors import LabError
 from lab.overrides import choices
+from lab.preflight import needs_file, unsupported
 from lab.project import Project
 
 
@@ -75,6 +76,8 @@ def _that_fit(project: Project, changes: Sequence[_Change], room: Room) -> list[
         ledger = found[change.cell.hash]
         if isinstance(ledger, Ledger) and room.device_bytes is not None and room.judge(ledger).short_by_bytes == 0:
             remark = f"path {change.cell.path.name} cannot run yet" if change.cell.path.unsupported else ""
+            if not remark and (form := needs_file(change.cell)):
+                remark = f"with artifact=FILE.{form}"
             best[change.kind] = Suggestion(change.words, ledger.device_bytes, ledger.host_bytes, remark)
     return list(best.values())
 
@@ -103,7 +106,9 @@ def _other_paths(project: Project, cell: Cell) -> Iterator[_Change]:
                 path = compose_cells(words, project)[0].path
             except LabError:
                 continue  # a path that does not go with this model or depth is no way out
-            yield _Change(f"path {name}", (f"path={name}",), cell.model_copy(update={"path": path}))
+            other = cell.model_copy(update={"path": path})
+            if path.unsupported or needs_file(other) or not unsupported(other):  # what is missing stands beside the figures
+                yield _Change(f"path {name}", (f"path={name}",), other)
 
 
 def _tiered(cell: Cell) -> Iterator[_Change]:
@@ -122,12 +127,12 @@ def _around_the_largest(probe: _Change, found: Ledger | NoLedger, room: Room) ->
     if isinstance(found, NoLedger) or found.experts is None or (spare := room.judge(found).device_spare_bytes) is None:
         return
     experts, raised = found.experts, estimate_with_memory(found, room.past).device
-    for key, unit, most in (
-        ("slots", experts.layers * experts.bytes_each, experts.count),
-        ("resident_layers", experts.count * experts.bytes_each, experts.layers),
+    for key, unit, least, most in (
+        ("slots", experts.layers * experts.bytes_each, experts.per_token, experts.count),
+        ("resident_layers", experts.count * experts.bytes_each, 1, experts.layers),
     ):
         largest = min(spare * raised.ledger_bytes // (unit * raised.bytes), most)
-        for number in range(max(1, largest), min(largest + 1, most) + 1):
+        for number in range(max(least, largest), min(largest + 1, most) + 1):
             placement = probe.cell.placement.model_copy(update={key: number})
             words = (*probe.words, f"placement.{key}={number}")
             yield _Change(f"{key}, {probe.kind}", words, probe.cell.model_copy(update={"placement": placement}))

@@ -16,7 +16,8 @@ from lab.capacity.memory import is_here, machine_memory
 from lab.capacity.past import Estimates, PastOom, estimate_with_memory, past_ooms
 from lab.capacity.service import ledgers
 from lab.capacity.verdict import GIB, Verdict, judge
-from lab.cell import Cell
+from lab.cell import SYNTHETIC, Cell
+from lab.compose import sizes_file
 from lab.project import Project
 from lab.store import Store
 
@@ -40,6 +41,8 @@ class Planned:
     ledger: Ledger | NoLedger
     estimates: Estimates | None
     judged: tuple[Judged, ...]
+    absent: str | None = None
+    """Where the sizes are from when the cell's own files are not here."""
 
     @property
     def fits(self) -> bool:
@@ -67,15 +70,24 @@ def plan_cells(project: Project, cells: Sequence[Cell], memories_gib: Sequence[f
     for cell in cells:
         ledger = found[cell.hash]
         if isinstance(ledger, NoLedger):
-            planned.append(Planned(cell, ledger, None, ()))
+            planned.append(Planned(cell, ledger, None, (), _absent(project, cell)))
             continue
         estimates = estimate_with_memory(ledger, past)
         judged = tuple(
             Judged(name, device, host, judge(ledger, device, host, estimates), tuple(_ways(project, cell, ledger, device, host, past) if suggest else ()))
             for name, device, host in _memories(project, cell, memories_gib)
         )
-        planned.append(Planned(cell, ledger, estimates, judged))
+        planned.append(Planned(cell, ledger, estimates, judged, _absent(project, cell)))
     return planned
+
+
+def _absent(project: Project, cell: Cell) -> str | None:
+    """That the cell's files are not here, and where the sizes are from instead; None where they are, or where there are none to be."""
+    artifact = cell.model.artifact
+    if artifact == SYNTHETIC or project.path(artifact).exists():
+        return None
+    sizes = sizes_file(project, artifact, cell.model.geometry, cell.model.source)
+    return f"{artifact} is not here" + (f"; the sizes are those of {project.short(sizes)}" if sizes else "")
 
 
 def _memories(project: Project, cell: Cell, asked_gib: Sequence[float]) -> list[tuple[str, int | None, int | None]]:

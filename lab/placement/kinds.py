@@ -19,6 +19,16 @@ def kind_of(plan: Mapping[str, ComponentPlan]) -> str | None:
     return placement if placement in KINDS else None
 
 
+def too_few_slots(kind: str | None, slots: int, count: int, top_k: int, batch: int = 1) -> str | None:
+    """Why a step of `batch` sequences may ask for more of a layer's `count` experts than its slots can hold, or None. No slots at all is a choice: nothing is
+    kept; and what `cpu_cold` has no slot for is computed where it lies."""
+    needed = min(batch * top_k, count)
+    if kind != "tiered" or not 0 < slots < needed:
+        return None
+    sequences = f"{batch} sequence{'s' if batch > 1 else ''}"
+    return f"placement.slots={slots}: a step of {sequences} may use {needed} different experts of a layer; the least that works is placement.slots={needed}"
+
+
 def refused_before_loading(cell: Cell) -> str | None:
     """Why this cell's placement of experts cannot run at all, whatever the machine, or None."""
     if cell.engine != "local" or (kind := kind_of(cell.path.components)) is None:

@@ -19,6 +19,7 @@ from lab.errors import GapError
 from lab.models import ModelConfig, inventory
 from lab.ops import Packed
 from lab.ops_gpu import unavailable
+from lab.placement.kinds import too_few_slots
 from lab.placement.pinned import PinnedMemory
 from lab.record import Status
 
@@ -131,14 +132,9 @@ class Tiers:
         return TieredPool(self.device, self.counters, self.layers, self.slots, self.top_k, self.pinned)
 
     def refuse(self, batch: int) -> None:
-        """Raises GapError where a step of `batch` sequences may ask for more experts than there are slots. No slots at all is a choice: nothing is kept."""
-        needed = min(batch * self.top_k, self.count)
-        if self.kind == "tiered" and self.layers and 0 < self.slots < needed:
-            raise GapError(
-                Status.UNSUPPORTED,
-                f"placement.slots={self.slots}: a step of {batch} sequence{'s' if batch > 1 else ''} may use {needed} different experts of a layer; "
-                f"the least that works is placement.slots={needed}",
-            )
+        """Raises GapError where a step of `batch` sequences may ask for more experts than there are slots."""
+        if self.layers and (why := too_few_slots(self.kind, self.slots, self.count, self.top_k, batch)):
+            raise GapError(Status.UNSUPPORTED, why)
 
     def settle(self) -> None:
         """After a pass that did not reach its end: forgets what it had under way."""

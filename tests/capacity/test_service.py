@@ -92,7 +92,6 @@ def test_a_damaged_cache_is_made_again(project: Project, capsys: pytest.CaptureF
     [
         (("model.geometry=''",), "the sizes of flash_next are not known: no models/Qwen3.8-Flash-Next/config.json and no model.geometry"),
         (("path=gguf_plugin", "path.components.experts.codec='gguf:IQ9'"), "path.components.experts: codec gguf:IQ9: unknown type; choose from: gguf:F32"),
-        (("path=tiered", "path.components.trunk.placement=tiered"), "path.components.trunk.placement=tiered: only experts can be kept in part"),
         (("path=tiered", "path.components.ple.codec=w3_levels"), "path.components.ple: codec w3_levels"),
         (("model.arch=qwen3",), "conf/geometry/flash_next.json: field intermediate_size is missing"),
     ],

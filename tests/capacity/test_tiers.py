@@ -43,6 +43,14 @@ def test_slots_lie_on_the_device_and_all_experts_on_the_host(project: Project) -
     assert ledger.weights()["experts"] == 6 * 512 * 3 * 640 * 2560
 
 
+def test_prompts_of_cold_experts_pass_through_the_same_staging_area(project: Project) -> None:
+    ledger = ledger_of(project, "model=flash_next", "path=cpu_cold", "layers=6", "device=r9700", "placement.slots=8")
+    assert ledger.experts is not None
+    staging = next(line for line in ledger.lines if line.component == "staging")
+    assert (staging.bytes, staging.placement) == (512 * ledger.experts.bytes_each, "cpu_cold")
+    assert ledger.device_bytes == tiered(project, "placement.slots=8").device_bytes
+
+
 def test_resident_layers_need_no_host_copy(project: Project) -> None:
     ledger = tiered(project, "placement.resident_layers=2")
     assert ledger.experts is not None
@@ -94,9 +102,8 @@ def test_tokens_may_share_experts_so_a_bound_on_many_counts_those_of_one(project
     assert dense.bounds_tok_s == pytest.approx(dense.estimates_tok_s, rel=1e-5) and "experts" not in dense.basis
 
 
-def test_placement_without_a_tier_is_said_to_do_nothing(project: Project) -> None:
-    ledger = ledger_of(project, "model=flash_next", "path=expert_q2", "layers=3", "device=r9700", "placement.slots=8")
-    assert ledger.notes == ("placement.slots=8 has no effect: this path keeps no component in part",)
+def test_more_whole_layers_than_there_are_is_said_to_be_all(project: Project) -> None:
+    assert tiered(project, "placement.resident_layers=40").notes == ("placement.resident_layers=40: all 6 layers, which is the same cell as with 6",)
 
 
 def kestrel(project: Project, *words: str, model: str = "qwen3_8b") -> Ledger:

@@ -28,13 +28,15 @@ def small_model(mixture: bool, seed: int) -> Any:
 
 
 def kestrel_project(folder: Path, mixture: bool = False, seed: int = 11, **options: Any) -> tuple[Project, Path]:
-    """(a project, its models/m.vqf); `options` of the conversion, q4 by default. models/hf is the same model before."""
-    (folder / "conf").symlink_to(ROOT / "conf")
+    """(a project, its models/m.vqf); `options` of the conversion, q4 by default. models/hf is the same model before, and its sizes are those that the
+    configuration names for qwen3_2b (qwen3_30b_a3b)."""
+    shutil.copytree(ROOT / "conf", folder / "conf")
     (folder / "experiments").mkdir()
     (folder / "experiments" / "nano").symlink_to(ROOT / "experiments" / "nano")
     source = folder / "models" / "hf"
     small_model(mixture, seed).to(torch.bfloat16).save_pretrained(source)
     shutil.copy(ROOT / "experiments" / "nano" / "tokenizer.json", source / "tokenizer.json")
+    shutil.copy(source / "config.json", folder / "conf" / "geometry" / f"{'qwen3_30b_a3b' if mixture else 'qwen3_2b'}.json")
     file = folder / "models" / "m.vqf"
     run(source, file, arguments(**{"wmode": "q4", **options}))
     return Project(root=folder, runs=folder / "runs"), file

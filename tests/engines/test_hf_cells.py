@@ -58,6 +58,11 @@ def test_a_smaller_table_is_another_cell_and_a_full_one_keeps_its_hash() -> None
         cell("model=flash_next", "model.table_rows=7", "device=cpu", "layers=4")
 
 
+def test_a_table_is_made_smaller_not_larger() -> None:
+    with pytest.raises(LabError, match="model.table_rows=1600001: the model's own table has about 1600000 rows, and the key makes it smaller"):
+        with_table_rows({"ple_layer_ids": [1], "ngram_vocab_size_base": 100000, "ngram_size": 3, "heads_per_ngram": 8}, 1600001, "x")
+
+
 @pytest.mark.parametrize("rows", [32, 1000, 4_000_000])
 def test_table_rows_are_those_asked_for_or_a_little_more(rows: int) -> None:
     def found(data: dict[str, Any]) -> int:

@@ -159,7 +159,7 @@ def test_many_tokens_are_several_jobs_or_stream_whole_layers(monkeypatch: pytest
     told = pool.evidence()
     each = (most + 3) * K
     assert told["requests"] == told["streamed_rows"] == [each, each]
-    assert pool.cold[0]._counted.gate_up.counters is not pool.counters  # streamed rows are counted by the weights' own counters, which a binder shares
+    assert pool.cold[0]._counted.stacks[0].counters is not pool.counters  # streamed rows are counted by the weights' own counters, which a binder shares
 
 
 def test_what_warms_up_counts_nowhere() -> None:

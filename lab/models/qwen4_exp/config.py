@@ -13,6 +13,7 @@ from typing import Any
 
 from lab.errors import LabError
 from lab.models.fields import Fields, config_json
+from lab.models.qwen4_exp.table_rows import DEFAULT_BASE
 
 LINEAR = "linear_attention"
 _MOST_LAYERS = 4096
@@ -154,7 +155,7 @@ def from_dict(data: dict[str, Any], where: str = "config") -> Qwen4ExpConfig:
         ple_conv_kernel=whole("ple_conv_kernel_size", 4),
         ngram_size=whole("ngram_size", 3),
         heads_per_ngram=whole("heads_per_ngram", 8),
-        ngram_vocab_base=whole("ngram_vocab_size_base", 20000000),
+        ngram_vocab_base=whole("ngram_vocab_size_base", DEFAULT_BASE),
         ngram_vocab_divisor=whole("make_ngram_vocab_size_divisible_by", 128),
         ngram_shards=whole("split_ngram_parts", 512),
         ngram_seed=whole("seed", 1234, least=0),
