@@ -8,14 +8,15 @@ nothing; what a record or a bench cannot prove, this table cannot either.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from lab.compose import compose_cells
+from lab.errors import LabError, flat
 from lab.experiment import load_experiment
 from lab.matrix import Entry, Matrix, build_matrix
 from lab.parcels import read_parcels
@@ -30,7 +31,7 @@ EXPERIMENT = "flash_next_h200"
 READ_BYTES_S = 4.4e12
 FLOPS_S = 790e12
 """The bounds that the goals were set against: a read-only sum over 4 GiB and large bf16 products, one H200, 2026-11-29."""
-HUMMING = {"q2_levels": "2 bit, q2_levels", "q2_g32": "2 bit, q2_g32", "w3_levels": "3 bit, w3_levels", "Q4_0": "4 bit, Q4_0"}
+HUMMING = {"q2_levels": "2 bit q2_levels", "q2_g32": "2 bit q2_g32", "w3_levels": "3 bit w3_levels", "Q4_0": "4 bit Q4_0"}
 FEW = {1: 1.5, 4: 1.2, 8: 1.0}
 """Least times humming's speed by tokens; at 512 and 4096 tokens MANY."""
 MANY = 0.9
@@ -39,6 +40,7 @@ WORDS: dict[str, Words] = {
     "en": {
         "title": "Goals of the H200 stage",
         "intro": "Written by `python -m experiments.goals_h200` from the exported records of `{experiment}` and the result files beside them.",
+        "bounds": "Shares are of the bounds that the goals were set with, 4.4 TB/s and 790 TFLOP/s; the stage report takes those measured beside each run.",
         "goal": "Goal",
         "asked": "Asked",
         "reached": "Reached",
@@ -65,6 +67,7 @@ WORDS: dict[str, Words] = {
     "zh": {
         "title": "H200 阶段的目标",
         "intro": "由 `python -m experiments.goals_h200` 根据 `{experiment}` 的导出记录及其旁的结果文件生成。",
+        "bounds": "占比以设定目标时的上界 4.4 TB/s 与 790 TFLOP/s 为准；阶段报告则取每次运行时该机器实测的上界。",
         "goal": "目标",
         "asked": "要求",
         "reached": "达到",
@@ -111,16 +114,23 @@ class Line:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Writes both files; raises LabError for a file of records that is not sound."""
+    """Writes both files. Exit code 2, and nothing written, for a file of records or of results that is not sound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help=f"records.jsonl.gz and humming.json (default: experiments/{EXPERIMENT})")
     parser.add_argument("--out", type=Path, help="default: reports")
     given = parser.parse_args(words)
     project = find_project()
     folder = given.folder or project.root / "experiments" / EXPERIMENT
-    for code in WORDS:
+    try:
+        if given.folder is not None and not folder.is_dir():
+            raise LabError(f"--folder {folder}: no such folder")
+        texts = {code: text_of(project, folder, code) for code in WORDS}
+    except LabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for code, text in texts.items():
         target = (given.out or project.root / "reports") / ("goals_h200.md" if code == "en" else f"goals_h200.{code}.md")
-        write_atomic(target, text_of(project, folder, code))
+        write_atomic(target, text)
         print(project.short(target))
     return 0
 
@@ -133,7 +143,7 @@ def text_of(project: Project, folder: Path, code: str) -> str:
     rows = [[escape(line.goal), f">= {_printed(line.asked, line.unit)}", _reached(line), told[line.word], line.script] for line in lines]
     shown = table(Table("", [told[name] for name in ("goal", "asked", "reached", "word", "script")], rows, words=5))
     intro = told["intro"].format(experiment=EXPERIMENT)
-    return f"# {told['title']}\n\n{intro}\n{told['sum'].format(all=len(lines), **counts)}\n\n{shown}\n"
+    return f"# {told['title']}\n\n{intro} {told['bounds']}\n{told['sum'].format(all=len(lines), **counts)}\n\n{shown}\n"
 
 
 def _printed(value: float, unit: str) -> str:
@@ -199,20 +209,50 @@ def _ratio(goal: str, asked: float, entry: Entry, base: Entry) -> Line:
     return Line(goal, asked, found.value / other.value, "x", CELL, f"{significant(found.value, 4)} / {significant(other.value, 4)} tok/s")
 
 
+class BenchRow(BaseModel):
+    """A row of experiments.humming_bench: microseconds, and `ratio` to the lab's row (1 in the lab's own)."""
+
+    name: str
+    what: str
+    tokens: int
+    us: float = Field(gt=0)
+    ratio: float
+
+
+class BenchFile(BaseModel):
+    """Its file of results."""
+
+    rows: list[BenchRow]
+
+
+def _bench_rows(file: Path) -> list[BenchRow]:
+    """None where there is no such file. Raises LabError for one that is not as the bench writes it."""
+    if not file.exists():
+        return []
+    try:
+        return BenchFile.model_validate_json(file.read_bytes()).rows
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise LabError(f"{file.name}: {f'{where}: ' if where else ''}{flat(first['msg'])}; write it again with python -m experiments.humming_bench") from None
+    except OSError as error:
+        raise LabError(f"{file.name}: not readable: {error.strerror}") from None
+
+
 def _of_benches(file: Path, told: Words) -> Iterator[Line]:
-    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+    rows = _bench_rows(file)
     missing = told["no_row"] if rows else told["no_file"].format(file=file.name)
 
     def line(goal: str, asked: float, what: str, tokens: int, ours: str, theirs: str) -> Line:
         """`theirs` over the lab's row just before it: of a codec that several rows share, the one that it was timed with."""
-        mine: dict[str, Any] | None = None
+        mine: BenchRow | None = None
         for row in rows:
-            if (row["what"], row["tokens"]) != (what, tokens):
+            if (row.what, row.tokens) != (what, tokens):
                 continue
-            if row["ratio"] == 1.0:
+            if row.ratio == 1.0:
                 mine = row
-            elif mine is not None and mine["name"].split(",")[0] == ours and row["name"].startswith(theirs):
-                return Line(goal, asked, row["us"] / mine["us"], "x", BENCH, f"{significant(mine['us'])} / {significant(row['us'])} us")
+            elif mine is not None and mine.name.split(",")[0] == ours and row.name.startswith(theirs):
+                return Line(goal, asked, row.us / mine.us, "x", BENCH, f"{significant(mine.us)} / {significant(row.us)} us")
         return Line(goal, asked, None, "x", BENCH, missing)
 
     for codec, shown in HUMMING.items():

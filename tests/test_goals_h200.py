@@ -1,0 +1,41 @@
+"""The table of goals refuses what it cannot read, in one line, and then writes nothing. What it does not prove: any goal."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from experiments.goals_h200 import main
+
+ROW = '{"name": "q2_g32", "what": "gate+up", "tokens": 1, "us": %s, "ratio": 1.0}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("humming.json", b"{", "humming.json: Invalid JSON"),
+        ("humming.json", b"[]", "humming.json: Input should be an object"),
+        ("humming.json", b"{}", "humming.json: rows: Field required"),
+        ("humming.json", b'{"rows": 3}', "humming.json: rows: Input should be a valid array"),
+        ("humming.json", b'{"rows": [{"codec": "q2_g32"}]}', "humming.json: rows.0.name: Field required"),
+        ("humming.json", f'{{"rows": [{ROW % 0}]}}'.encode(), "humming.json: rows.0.us: Input should be greater than 0"),
+        ("records.jsonl.gz", b"junk", "no whole gzip file"),
+        ("records.jsonl.gz", b"", "no export of the lab"),
+        ("records.jsonl.gz", gzip.compress(b'{"cell_id": 1}\n' * 99)[:40], "no whole gzip file"),
+        ("records.jsonl.gz", gzip.compress(b"{\n"), "no export of the lab"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(name: str, content: bytes, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).write_bytes(content)
+    out = tmp_path / "out"
+    out.mkdir()
+    assert main(["--folder", str(tmp_path), "--out", str(out)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and told in error and error.count("\n") == 1 and not list(out.iterdir())
+
+
+def test_a_folder_that_is_not_there_leaves_the_committed_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--folder", str(tmp_path / "no"), "--out", str(tmp_path)]) == 2
+    assert "no such folder" in capsys.readouterr().err and not list(tmp_path.iterdir())
