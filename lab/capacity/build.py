@@ -25,11 +25,12 @@ from lab.cell import Cell
 from lab.engines.strip_limits import MB
 from lab.errors import LabError
 from lab.measure.throughput import DECODE, LANES, PREFILL
+from lab.measure.wide import passes
 from lab.models.fields import Fields
 from lab.models.qwen4_exp.table_rows import with_table_rows
 
 STATE_TOKENS, STATE_BATCH = 4096, 4
-"""The state a ledger makes room for."""
+"""The state a ledger makes room for, or more where the bench asks for longer contexts."""
 
 
 def build(cell: Cell, data: dict[str, Any], where: str) -> Ledger:
@@ -63,6 +64,7 @@ def _counted(cell: Cell, sizes: ModelSizes, in_file: Mapping[str, Encoding]) -> 
         return rate_tok_s(traffic(replace(work, least=least)), cell.device, work.tokens, with_flops=work is prefill)
 
     one = traffic(decode)
+    room = max([STATE_TOKENS, *(each.room for each in passes(cell.bench))])
     return Ledger(
         model=cell.model.name,
         path=cell.path.name,
@@ -70,8 +72,8 @@ def _counted(cell: Cell, sizes: ModelSizes, in_file: Mapping[str, Encoding]) -> 
         layers=cell.layers,
         one_memory=one_memory,
         lines=lines,
-        state_bytes=sizes.state_bytes(STATE_BATCH, STATE_TOKENS),
-        state_basis=f"{STATE_BATCH} sequences of {STATE_TOKENS} tokens",
+        state_bytes=sizes.state_bytes(STATE_BATCH, room),
+        state_basis=f"{STATE_BATCH} sequences of {room} tokens",
         workspace=workspace(cell, sizes, tensors, dtype.itemsize),
         experts=experts,
         residency=residency,

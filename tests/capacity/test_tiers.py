@@ -51,6 +51,12 @@ def test_prompts_of_cold_experts_pass_through_the_same_staging_area(project: Pro
     assert ledger.device_bytes == tiered(project, "placement.slots=8").device_bytes
 
 
+def test_a_bench_with_deeper_contexts_needs_room_for_them(project: Project) -> None:
+    usual, deep = (ledger_of(project, "model=flash_next", "path=expert_q2", "layers=4", "device=r9700", *words) for words in ((), ("bench=h200",)))
+    assert (usual.state_basis, deep.state_basis) == ("4 sequences of 4096 tokens", "4 sequences of 4224 tokens")
+    assert deep.state_bytes > usual.state_bytes
+
+
 def test_resident_layers_need_no_host_copy(project: Project) -> None:
     ledger = tiered(project, "placement.resident_layers=2")
     assert ledger.experts is not None
