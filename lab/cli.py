@@ -57,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         if verb == "run":
             say("interrupted before a measurement began; nothing was recorded")
+        elif verb == "convert":
+            say("interrupted: nothing was written; what was there before is unchanged")
         else:
             say(f"interrupted: what {verb} had written by then is kept; run it again for the rest, and `python -m lab import` brings MLflow up to date")
         return INTERRUPTED

@@ -24,7 +24,7 @@ ASK_S = 120.0
 @cache
 def auto_device() -> str:
     """`cuda` if torch can use a GPU here, else `cpu`. Takes seconds only on a machine that looks as if it had one."""
-    if not (_torch_has_gpu_build() and _kernel_shows_gpu()):
+    if not (_torch_has_gpu_build() and shows_gpu()):
         return "cpu"
     ask = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 1)"
     try:
@@ -64,7 +64,8 @@ def _torch_has_gpu_build() -> bool:
     return re.search(r"^(cuda|hip)\b.*=\s*['\"]", text, re.MULTILINE) is not None
 
 
-def _kernel_shows_gpu() -> bool:
+def shows_gpu() -> bool:
+    """Whether the kernel shows a device that torch calls `cuda`, and the environment does not hide it. No promise that torch can use it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return False

@@ -17,7 +17,7 @@ from typing import Any
 
 from lab.cell import SYNTHETIC, Cell, ModelSpec
 from lab.dead_ends import closed_way
-from lab.devices import accelerators, is_expected
+from lab.devices import accelerators, is_expected, shows_gpu
 from lab.errors import ArtifactRefusedError, LabError
 from lab.gates import forced, passed
 from lab.placement.kinds import refused_before_loading
@@ -76,6 +76,8 @@ def _elsewhere(cell: Cell) -> str | None:
     """Why the cell's device is not here, or None."""
     if not is_expected(cell.device.expect, here := accelerators()):
         return f"device={cell.device.name} is not here: this machine has {', '.join(here) or 'no accelerator'}"
+    if cell.engine in ("local", "transformers") and cell.device.torch_device.startswith("cuda") and not shows_gpu():
+        return f"device={cell.device.name} is not here: this machine shows no GPU, or CUDA_VISIBLE_DEVICES hides it; choose device=cpu"
     return None
 
 

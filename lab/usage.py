@@ -15,7 +15,7 @@ USAGE = """python -m lab VERB [key=value ...]
   matrix   measured, gap and not run, for an experiment
   report   write the stage report of an experiment, in English or Chinese
   compare  two cells: faster or slower only where the samples support it
-  convert  write a model in another format: GGUF, VQF
+  convert  write a model in another format: GGUF, VQF, safetensors
   invalidate  mark a measured attempt as not valid, with the reason; nothing is deleted
   export   write records to one file, to carry them to another machine
   import   take records from such files, and bring MLflow up to date with runs/

@@ -79,7 +79,7 @@ def test_no_gpu_is_assumed_where_they_are_hidden(monkeypatch: pytest.MonkeyPatch
 
 def test_a_gpu_that_does_not_answer_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(devices, "_torch_has_gpu_build", lambda: True)
-    monkeypatch.setattr(devices, "_kernel_shows_gpu", lambda: True)
+    monkeypatch.setattr(devices, "shows_gpu", lambda: True)
     monkeypatch.setattr(devices, "ASK_S", 0.0)
     assert devices.auto_device.__wrapped__() == "cpu"
     assert capsys.readouterr().err == "warning: torch did not say within 0 s whether it can use the GPU; device=auto is cpu\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,3 +130,54 @@ def test_what_cannot_be_a_source_is_one_line(file: Path, tmp_path: Path) -> None
     with pytest.raises(LabError, match="checksum"):
         convert(spoilt / "model.vqf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_target_is_looked_at_before_the_source_is_read(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1  # whoever reads it all finds the wrong checksum first
+    file.write_bytes(content)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "text").write_text("\n")
+    for name, force, message in (
+        ("taken", False, "taken exists; choose another name or say --force"),
+        ("text", True, "text: no folder; --force does not replace it"),
+        ("text/deep/out", False, r"out: .*/text is no folder; choose another name"),
+        ("out.safetensors", False, r"out\.safetensors: --to safetensors writes a folder; name it without \.safetensors"),
+        ("out", False, "checksum"),
+    ):
+        with pytest.raises(LabError, match=message):
+            convert(file, tmp_path / name, force)
+    monkeypatch.setattr("lab.artifacts.publish.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(LabError, match=r"out: needs \d{6} bytes, .* has 1000 free; make room"):
+        convert(file, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "taken", "text", "vqf"]
+
+
+def test_files_have_the_mode_of_new_files_and_progress_reaches_the_end(file: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    before = os.umask(0o027)
+    try:
+        done = convert(file, tmp_path / "out", shard_bytes=20_000, progress=lambda *step: seen.append(step))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
+    count = sum(done.weights.values())
+    assert any(what == "checking the sum" for *_, what in seen) and (2 * count, 2 * count) in [(at, total) for at, total, _ in seen]
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_folder_that_came_meanwhile_is_kept(file: Path, tmp_path: Path, force: bool) -> None:
+    def meanwhile(*_: Any) -> None:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "thesis.tex").write_text("\n")
+
+    with pytest.raises(LabError, match="out exists; choose another" if not force else r"holds thesis\.tex"):
+        convert(file, tmp_path / "out", force, progress=meanwhile)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["thesis.tex"] and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_that_another_made_is_never_removed(file: Path, tmp_path: Path) -> None:
+    (tmp_path / f".out.{os.getpid()}.partial").mkdir()
+    (tmp_path / f".out.{os.getpid()}.partial" / "thesis.tex").write_text("\n")
+    convert(file, tmp_path / "out")
+    assert (tmp_path / f".out.{os.getpid()}.partial" / "thesis.tex").exists() and (tmp_path / "out" / "config.json").exists()

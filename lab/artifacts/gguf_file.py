@@ -7,7 +7,6 @@ What it does not prove: that the bytes are good weights. Parsing is `gguf_cursor
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 
 from lab.artifacts.gguf_cursor import Bytes, Cursor, Value, quoted
 from lab.artifacts.gguf_layout import Entry, padded, resolve
+from lab.artifacts.mapping import mapped
 from lab.codecs.gguf_types import REMOVED_IDS, GgufType, candidates
 from lab.errors import LabError
 
@@ -41,7 +41,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Raises LabError in one line naming the file and what is wrong with it."""
         self.path = path
-        self._data = _mapped(path)
+        self._data = np.frombuffer(mapped(path), dtype=np.uint8)
         cursor = Cursor(path, self._data)
         tensors, values = _counts(cursor)
         self.metadata = _metadata(cursor, values)
@@ -61,16 +61,6 @@ class GgufFile:
             raise LabError(f"{self.path}: no tensor {quoted(name)}")
         flat = self._data[tensor.offset : tensor.offset + tensor.nbytes]
         return flat.reshape(*tensor.shape[:-1], tensor.type.row_bytes(tensor.shape[-1]))
-
-
-def _mapped(path: Path) -> Bytes:
-    try:
-        with path.open("rb") as handle:
-            if not handle.seek(0, 2):
-                raise LabError(f"{path}: empty file")
-            return np.frombuffer(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-    except (OSError, ValueError) as error:
-        raise LabError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
 
 
 def _counts(cursor: Cursor) -> tuple[int, int]:

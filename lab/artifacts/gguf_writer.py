@@ -9,7 +9,6 @@ What it does not prove: that the bytes are the right ones; the caller reads the 
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.artifacts.gguf_layout import padded
+from lab.artifacts.publish import aside_of, publish, sync_folder
 from lab.codecs.gguf_types import GgufType
 from lab.errors import LabError, flat
 
@@ -118,8 +118,8 @@ def writing(
             os.fsync(handle)
             aside = name_it()
             check(aside)
-            os.replace(aside, path)
-            _sync_folder(path.parent)
+            publish(aside, path, force)
+            sync_folder(path.parent)
     except OSError as error:
         raise LabError(f"{path}: cannot be written ({flat(error.strerror or error)}); nothing was left behind") from None
 
@@ -127,7 +127,7 @@ def writing(
 @contextmanager
 def _aside(path: Path) -> Iterator[tuple[int, Callable[[], Path]]]:
     """(an open file, a function that gives it a name beside `path`). Without a name so far where the system can; removed when the block fails."""
-    named = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")  # process numbers repeat in containers
+    named = aside_of(path)
     nameless = _nameless(path.parent)
     handle = os.open(named, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666) if nameless is None else nameless
 
@@ -144,7 +144,7 @@ def _aside(path: Path) -> Iterator[tuple[int, Callable[[], Path]]]:
         yield handle, name_it
     finally:
         os.close(handle)
-        named.unlink(missing_ok=True)  # after a success it has been renamed
+        named.unlink(missing_ok=True)  # after a success it has the other name
 
 
 def _nameless(folder: Path) -> int | None:
@@ -156,14 +156,6 @@ def _nameless(folder: Path) -> int | None:
         return os.open(folder, flag | os.O_RDWR, 0o666)
     except OSError:
         return None
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_all(handle: int, data: memoryview) -> None:

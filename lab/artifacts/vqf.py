@@ -8,6 +8,7 @@ What it does not prove: that the tokenizer beside the file is the model's; only 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from tokenizers import Tokenizer
 
 from lab.artifacts.inspection import digests, load_tokenizer
 from lab.artifacts.vqf_arch import fields_of_arch
-from lab.artifacts.vqf_beside import config_beside
+from lab.artifacts.vqf_beside import check_tokenizer, config_beside
 from lab.artifacts.vqf_file import Progress, VqfFile
 from lab.artifacts.vqf_flags import FILE_NAMES, X8, Engine, check_layout, names
+from lab.artifacts.vqf_relayout import way_out
 from lab.artifacts.vqf_weights import VqfWeights
 from lab.errors import LabError
 from lab.models import ModelConfig, inventory, read_config
@@ -34,7 +36,7 @@ class VqfArtifact:
         self.engine = engine or Engine()
         self.file = VqfFile(self.path)
         self.arch = "qwen3_moe" if self.file.header.arch.n_experts else "qwen3"
-        check_layout(self.path, self.file.header.flags, self.engine)
+        check_layout(self.path, self.file.header.flags, self.engine, partial(way_out, self.file))
         self._weights = VqfWeights(self.file, use, q8_layout)
 
     def config(self) -> ModelConfig:
@@ -63,7 +65,7 @@ class VqfArtifact:
         config, codec = self.config(), weights.codec()
         _check_shapes(weights, config)
         weights.check_blocks()
-        self._check_tokenizer(config)
+        check_tokenizer(self.tokenizer(), self.path.with_name("tokenizer.json"), config.vocab_size, config.eos_token_id)
         summed = file.check_sum(progress)
         files = [self.path, *(p for p in (self.path.with_name(n) for n in ("config.json", "tokenizer.json")) if p.is_file())]
         return {
@@ -100,14 +102,6 @@ class VqfArtifact:
         if self.file.header.flags & X8:
             found.append("x8 copies are not read: their converter fills them wrongly")
         return found
-
-    def _check_tokenizer(self, config: ModelConfig) -> None:
-        tokenizer, where = self.tokenizer(), self.path.parent / "tokenizer.json"
-        highest = max(tokenizer.get_vocab().values())
-        if highest >= config.vocab_size:
-            raise LabError(f"{where}: token id {highest} does not fit the model's vocabulary of {config.vocab_size} rows")
-        if tokenizer.id_to_token(config.eos_token_id) is None:
-            raise LabError(f"{where}: the header's eos_id {config.eos_token_id} is no token of this tokenizer")
 
 
 def vqf_path(path: Path) -> Path:

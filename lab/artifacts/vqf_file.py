@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.artifacts.gguf_cursor import quoted
+from lab.artifacts.mapping import mapped
 from lab.artifacts.vqf_directory import Entry, read_directory
 from lab.artifacts.vqf_fnv import OFFSET_BASIS, fnv1a
 from lab.artifacts.vqf_header import ENTRY_BYTES, HEADER_BYTES, Header, read_header
@@ -34,7 +35,7 @@ class VqfFile:
     def __init__(self, path: Path) -> None:
         """Raises LabError in one line naming the file and what is wrong with it."""
         self.path = path
-        self._map = _mapped(path)
+        self._map = mapped(path)
         self._data: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.header: Header = read_header(path, self._data[:HEADER_BYTES].tobytes(), len(self._data))
         directory_end = HEADER_BYTES + ENTRY_BYTES * self.header.n_tensors
@@ -112,13 +113,3 @@ class VqfFile:
         if state != stored:
             raise LabError(f"{self.path}: checksum (FNV-1a) is {state:#018x}, the file says {stored:#018x}; damaged, fetch or convert it again")
         return True
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as handle:
-            if not handle.seek(0, 2):
-                raise LabError(f"{path}: empty file")
-            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise LabError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None

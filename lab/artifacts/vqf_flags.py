@@ -9,6 +9,7 @@ What it does not prove: that the bits are true. `lab.artifacts.vqf_blocks` looks
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -76,18 +77,19 @@ class Engine:
 class LayoutRefusedError(ArtifactRefusedError):
     """A file whose layout bits are not the engine's. The message is one line; `table` compares the words bit by bit."""
 
-    def __init__(self, path: Path, file_flags: int, engine_flags: int) -> None:
+    def __init__(self, path: Path, file_flags: int, engine_flags: int, way_out: str | None = None) -> None:
+        """`way_out`: what to do, where more is known of the file than its flags."""
         self.path, self.file_flags, self.engine_flags = path, file_flags & LAYOUT, engine_flags & LAYOUT
         differ = names(self.file_flags ^ self.engine_flags)
-        fix = f"python -m lab convert {shlex.quote(str(path))} OUT --to vqf --layout {self.engine_flags:#x}"
+        self.way_out = way_out or f"convert the file: {convert_command(path, self.engine_flags)}"
         super().__init__(
             f"{path}: layout flags {self.file_flags:#x}, the engine is configured for {self.engine_flags:#x} ({differ} differs); nothing relaxes this check, "
-            f"convert the file: {fix}"
+            f"{self.way_out}"
         )
 
-    def __reduce__(self) -> tuple[type[LayoutRefusedError], tuple[Path, int, int]]:
+    def __reduce__(self) -> tuple[type[LayoutRefusedError], tuple[Path, int, int, str]]:
         """An exception is copied between processes by its arguments, which here are not the message."""
-        return type(self), (self.path, self.file_flags, self.engine_flags)
+        return type(self), (self.path, self.file_flags, self.engine_flags, self.way_out)
 
     @property
     def lines(self) -> list[str]:
@@ -106,11 +108,17 @@ class LayoutRefusedError(ArtifactRefusedError):
         return "\n".join(lines)
 
 
-def check_layout(path: Path, file_flags: int, engine: Engine) -> None:
-    """Raises LayoutRefusedError unless the file's layout bits are exactly the engine's."""
+def convert_command(path: Path, layout: int, more: str = "") -> str:
+    """The command that lays the file at `path` out anew as OUT; `more` are further words of it."""
+    name = f"./{path}" if str(path).startswith("-") else str(path)
+    return f"python -m lab convert {shlex.quote(name)} OUT --to vqf --layout {layout:#x}{more}"
+
+
+def check_layout(path: Path, file_flags: int, engine: Engine, way_out: Callable[[int], str] | None = None) -> None:
+    """Raises LayoutRefusedError unless the file's layout bits are exactly the engine's; `way_out` says for the engine's word what to do."""
     expected = engine.layout(file_flags)
     if (file_flags ^ expected) & LAYOUT:
-        raise LayoutRefusedError(path, file_flags, expected)
+        raise LayoutRefusedError(path, file_flags, expected, None if way_out is None else way_out(expected))
 
 
 def check_possible(where: object, flags: int) -> None:

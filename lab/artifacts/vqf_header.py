@@ -141,7 +141,11 @@ def _form(path: Path, data: bytes, size: int, directory_end: int) -> tuple[bool,
     if len(found) == 1:
         expected = found[0][2] + TRAILER_BYTES
         left = expected - size
-        how = f"{left} bytes are missing; truncated" if left > 0 else f"{-left} bytes too many, or an end of the data that is no multiple of {ALIGNMENT}"
+        how = (
+            f"{left} byte{'s are' if left > 1 else ' is'} missing; truncated"
+            if left > 0
+            else f"{-left} bytes too many, or an end of the data that is no multiple of {ALIGNMENT}"
+        )
         raise LabError(f"{path}: the header says {expected} bytes, the file has {size}: {how}")
     why = "neither form of the header" if not found else "both forms of the header"
     raise LabError(f"{path}: header layout undetermined: {why} (offsets at bytes 200 and 184) could be meant; damaged, or another format")

@@ -17,7 +17,7 @@ from typing import Any
 from lab.artifacts.gguf_cursor import quoted
 from lab.artifacts.vqf_arch import arch_of_fields
 from lab.artifacts.vqf_directory import F16, F32, Q4, Q4_8X8L, Q8, Entry, padded
-from lab.artifacts.vqf_flags import EMB_F16, G256, MOE, Q4_4X4, Q4I, Q8_8X8, VISION
+from lab.artifacts.vqf_flags import EMB_F16, G256, MOE, Q4_4X4, Q4I, Q8_8X8, VISION, X8
 from lab.artifacts.vqf_header import ALIGNMENT, ENTRY_BYTES, HEADER_BYTES, TRAILER_BYTES, Arch
 from lab.codecs.vqf_tiles import BLOCK
 from lab.errors import LabError
@@ -91,7 +91,7 @@ def catalogue(arch: Arch, flags: int) -> dict[str, Planned]:
         found.append(Planned("moe_router", F32, (layers, arch.n_experts, dim), layers * arch.n_experts, dim))
     for prefix, qtype in SETS.items():
         found += [_matrix(arch, prefix, qtype, kind) for kind in KINDS if (prefix, kind) != ("x8", "lm")]
-    if arch.has_vision:
+    if flags & VISION:  # a header with has_vision alone: the converter failed at the tower and went on without it
         found += _vision(arch)
     return {planned.name: planned for planned in found}
 
@@ -131,8 +131,10 @@ def _vision(arch: Arch) -> list[Planned]:
 
 
 def check_entries(path: Path, arch: Arch, flags: int, entries: Sequence[Entry]) -> tuple[str, ...]:
-    """The names that the format does not know. Raises LabError where a known tensor has another type or length, or a set or needed tensor is incomplete."""
+    """The names that the format does not know. Raises LabError where a tensor contradicts the header: it has another type or length than the sizes give, is
+    there although the header rules it out, or is missing although the header or its set asks for it."""
     known = catalogue(arch, flags)
+    _check_said(path, arch, flags, [entry.name for entry in entries])
     for entry in entries:
         planned = known.get(entry.name)
         if planned is None:
@@ -146,14 +148,33 @@ def check_entries(path: Path, arch: Arch, flags: int, entries: Sequence[Entry]) 
         if entry.nbytes != expected:
             raise LabError(f"{path}: tensor {quoted(entry.name)} has {entry.nbytes} bytes, the header's sizes {list(planned.shape)} make {expected}")
     present = {entry.name for entry in entries}
-    needed = [name for name, planned in known.items() if not name.startswith(("q8_", "q4_", "x8_", "v_"))]
+    needed = [name for name, planned in known.items() if not name.startswith(("q8_", "q4_", "x8_")) and prod(planned.shape) > 0]
     sets = [prefix for prefix in ("q8", "q4") if any(name.startswith(f"{prefix}_") for name in present)]
     if not sets:
         raise LabError(f"{path}: neither q8_ nor q4_ matrices are in the file; damaged")
     missing = [name for name in (*needed, *(f"{prefix}_{kind}" for prefix in sets for kind in KINDS)) if name not in present]
     if missing:
-        raise LabError(f"{path}: {len(missing)} tensors are missing, first {missing[0]}; damaged, or converted with an error that was only a warning")
+        count = "1 tensor is" if len(missing) == 1 else f"{len(missing)} tensors are"
+        raise LabError(f"{path}: {count} missing, first {missing[0]}; damaged, or converted with an error that was only a warning")
     return tuple(sorted(present - known.keys()))
+
+
+def _check_said(path: Path, arch: Arch, flags: int, present: Sequence[str]) -> None:
+    """Raises LabError where header fields and flags contradict each other, or tensors are there that they rule out."""
+    if flags & VISION and not arch.has_vision:
+        raise LabError(f"{path}: flag VISION is set with header field has_vision 0: they contradict each other; damaged, convert it again")
+    rules: tuple[tuple[str, object, tuple[str, ...]], ...] = (
+        ("header field has_q_norm is 0", arch.has_q_norm, ("q_norm", "k_norm")),
+        ("flag MOE is clear", flags & MOE, ("moe_router",)),
+        ("flag VISION is clear", flags & VISION, ("v_",)),
+        ("flag X8 is clear", flags & X8, ("x8_",)),
+    )
+    for said, allowed, starts in rules:
+        found = next((name for name in present if name.startswith(starts)), None)
+        if found is not None and not allowed:
+            raise LabError(f"{path}: tensor {quoted(found)} is in the file, but {said}: they contradict each other; damaged, convert it again")
+    if flags & X8 and not any(name.startswith("x8_") for name in present):
+        raise LabError(f"{path}: flag X8 is set, but no x8_ tensor is in the file: they contradict each other; damaged, convert it again")
 
 
 def flags_of(wmode: str, layout: int | None = None, mixture: bool = False, vision: bool = False) -> int:

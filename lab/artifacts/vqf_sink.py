@@ -8,14 +8,15 @@ What it does not prove: that the bytes mean the weights they came from; the writ
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from lab.artifacts.publish import aside_of, check_room, check_target, folders, sync_folder
+from lab.artifacts.vqf_beside import published_with
 from lab.artifacts.vqf_file import Bytes, Progress, VqfFile
 from lab.artifacts.vqf_fnv import fnv1a
 from lab.artifacts.vqf_header import DENSE, MIXTURE, TRAILER_BYTES, Arch, Header
@@ -62,34 +63,46 @@ class VqfSink:
         _write_all(self._handle, state.to_bytes(8, "little"), self.file_len)
 
 
-@contextmanager
-def writing(path: Path, arch: Arch, flags: int, tensors: Sequence[Planned], progress: Progress | None = None, force: bool = False) -> Iterator[VqfSink]:
-    """A sink for the tensors of a new file. When the block ends well, the file is summed, synced, opened again as any reader does, and only then named.
+def check_place(path: Path, tensors: Sequence[Planned], force: bool) -> None:
+    """Asked before any work. Raises LabError where `path` exists (without `force`) or cannot be a file, or the disk is too small for these tensors."""
+    check_target(path, force)
+    check_room(path, placed(tensors)[2] + TRAILER_BYTES)
 
-    Raises LabError where `path` exists (without `force`), its folder is missing, or the disk is too small or fails. Nothing is left then, or after
-    any other exception.
+
+@contextmanager
+def writing(
+    path: Path,
+    arch: Arch,
+    flags: int,
+    tensors: Sequence[Planned],
+    progress: Progress | None = None,
+    force: bool = False,
+    beside: Mapping[Path, str] | None = None,
+) -> Iterator[VqfSink]:
+    """A sink for the tensors of a new file. When the block ends well, the file is summed, synced, opened again as any reader does, and only then named,
+    together with the small files `beside` it. Its folder is made where it is missing.
+
+    Raises LabError where `path` exists (without `force`), also where it does so only by the end, or the disk is too small or fails. Nothing is left then, or
+    after any other exception.
     """
-    if path.exists() and not force:
-        raise LabError(f"{path} exists; choose another name or say --force")
+    check_place(path, tensors, force)
     _, data_offset, file_len = placed(tensors)
     header = Header(MIXTURE if arch.n_experts else DENSE, flags, len(tensors), arch, data_offset, file_len)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    aside = aside_of(path)
     try:
-        free = shutil.disk_usage(path.parent).free
-        if file_len + TRAILER_BYTES > free:
-            raise LabError(f"{path}: needs {file_len + TRAILER_BYTES} bytes, {path.parent} has {free} free; make room or write elsewhere")
-        handle = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            sink = VqfSink(handle, header.packed(), tensors, progress)
-            yield sink
-            sink.finish()
-            os.fsync(handle)
-            VqfFile(aside)
-            os.replace(aside, path)
-            _sync_folder(path.parent)
-        finally:
-            os.close(handle)
-            aside.unlink(missing_ok=True)  # after a success it has been renamed
+        with folders(path.parent):
+            handle = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                sink = VqfSink(handle, header.packed(), tensors, progress)
+                yield sink
+                sink.finish()
+                os.fsync(handle)
+                VqfFile(aside)
+                with published_with(aside, path, beside or {}, force):
+                    sync_folder(path.parent)
+            finally:
+                os.close(handle)
+                aside.unlink(missing_ok=True)  # after a success it has its name
     except OSError as error:
         raise LabError(f"{path}: cannot be written ({flat(error.strerror or error)}); nothing was left behind") from None
 
@@ -110,11 +123,3 @@ def _read(handle: int, at: int, count: int) -> Bytes:
             raise OSError(f"the file became shorter at byte {at + len(found)}")
         found += piece
     return np.frombuffer(found, np.uint8)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lab.artifacts.gguf_cursor import quoted
 from lab.artifacts.vqf_blocks import FITS, candidates, sampled_bands, shares
-from lab.artifacts.vqf_file import Bytes, VqfFile
+from lab.artifacts.vqf_file import Bytes, Progress, VqfFile
 from lab.artifacts.vqf_flags import G256, Q4_4X4, Q4I, Q8_8X8
 from lab.artifacts.vqf_plan import matrix_shape
 from lab.artifacts.weights import Stored
@@ -59,7 +59,7 @@ class VqfWeights:
             raise LabError(f"{self.where}: no {self.used} matrices; the file has {' and '.join(file.sets)}")
         self.ambiguous = self.used == "q8" and not file.header.flags & (Q8_8X8 | Q4I)
         if q8_layout is not None and (q8_layout not in Q8_LAYOUTS or not self.ambiguous):
-            raise LabError(f"{self.where}: q8_layout={q8_layout}: only for 8-bit matrices with flag bit 0 clear, and one of {', '.join(Q8_LAYOUTS)}")
+            raise LabError(f"{self.where}: --q8-layout {q8_layout}: only for 8-bit matrices with flag bit 0 clear, and one of {', '.join(Q8_LAYOUTS)}")
         self._q8_layout = q8_layout
 
     def plain_type(self) -> str:
@@ -75,7 +75,7 @@ class VqfWeights:
         if self.ambiguous and self._q8_layout is None:
             fit = ", ".join(name for name, share in self.block_shares().items() if share >= FITS) or "none"
             raise LabError(
-                f"{self.where}: ambiguous: flag bit 0 is clear, so 8-bit matrices are plain rows or 4x4 tiles; say q8_layout=rows or q8_layout=4x4 "
+                f"{self.where}: ambiguous: flag bit 0 is clear, so 8-bit matrices are plain rows or 4x4 tiles; say --q8-layout rows or --q8-layout 4x4 "
                 f"(rules that blocks obey fit: {fit})"
             )
         tile = "8X8" if flags & Q8_8X8 else "4X4" if self._q8_layout == "4x4" else ""
@@ -100,6 +100,11 @@ class VqfWeights:
                     f"{self.where}: {self.used}_q of layer {layer} is said to be {said}, which {found.get(said, 0):.0%} of its blocks fit, but all look like "
                     f"{' or '.join(better)}; the flags are wrong, convert from the original weights"
                 )
+
+    def check(self, progress: Progress | None = None) -> None:
+        """Reads the whole file: its checksum, and then the blocks, which in a damaged file would blame the flags. Raises LabError."""
+        self.file.check_sum(progress)
+        self.check_blocks()
 
     def __contains__(self, name: str) -> bool:
         if name in ("embed_tokens.weight", "lm_head.weight", "norm.weight"):

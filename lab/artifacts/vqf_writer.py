@@ -7,22 +7,23 @@ What it does not prove: that Kestrel loads the file. It needs `vocab.bin` beside
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from lab.artifacts.vqf_arch import arch_of_config, fields_of_arch
-from lab.artifacts.vqf_beside import planned_beside, write_beside
+from lab.artifacts.vqf_beside import planned_beside
 from lab.artifacts.vqf_file import Progress
-from lab.artifacts.vqf_flags import G256, Q4_4X4, Q4I, Q8_8X8
+from lab.artifacts.vqf_geometry import check_geometry, codecs_of
 from lab.artifacts.vqf_header import TRAILER_BYTES, Arch
-from lab.artifacts.vqf_plan import KINDS, WMODES, Planned, flags_of, matrix_shape, selection
-from lab.artifacts.vqf_sink import VqfSink, writing
+from lab.artifacts.vqf_plan import WMODES, Planned, flags_of, matrix_shape, selection
+from lab.artifacts.vqf_sink import VqfSink, check_place, writing
 from lab.artifacts.weights import Stored, Weights
 from lab.codecs import verify_encoding
 from lab.codecs.vqf import PART, VqfCodec, vqf_codec
@@ -64,58 +65,40 @@ class Written:
     sums: dict[str, TypeSum]
 
 
-def codecs_of(flags: int, sets: Sequence[str]) -> dict[str, VqfCodec]:
-    """Set -> codec of its matrices in a file with these flags. 8-bit matrices with bit 0 clear are plain rows here."""
-    eight = "Q4I" if flags & Q4I else "G256" if flags & G256 else "Q8_0"
-    both = {"q8": (eight, "8X8" if flags & Q8_8X8 else ""), "q4": ("Q4_0", "4X4" if flags & Q4_4X4 else "")}
-    return {name: vqf_codec(*both[name]) for name in sets}
-
-
-def check_geometry(arch: Arch, codecs: dict[str, VqfCodec]) -> None:
-    """Raises LabError where a matrix does not come out in whole blocks and tiles; Kestrel's converter would leave a mixture of tiles and rows."""
-    for prefix, codec in codecs.items():
-        step = codec.tile.rows if codec.tile is not None else 1
-        for kind in KINDS:
-            rows, cols = matrix_shape(arch, kind)
-            if rows % step:
-                size = "vocab_size" if kind == "lm" else "its rows"
-                raise LabError(f"{prefix}_{kind} [{rows}, {cols}]: {size} {rows} is no multiple of {step} ({codec.name}); clear the tile bit with --layout")
-            codec.check_cols(cols, (rows, cols))
-        if arch.n_experts:
-            codec.check_cols(arch.moe_ffn, (arch.dim, arch.moe_ffn))
-            if arch.moe_ffn % step:
-                raise LabError(f"{prefix}_gate: experts of width {arch.moe_ffn} are no whole tiles of {step} rows ({codec.name}); clear its bit with --layout")
-
-
 def write_vqf(
     weights: Weights,
     config: TransformerConfig,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     path: Path,
     wmode: str = "dual",
     layout: int | None = None,
     progress: Progress | None = None,
-    bos_id: int = 0,
     force: bool = False,
+    fields: Mapping[str, Any] | None = None,
+    check: Callable[[], object] | None = None,
 ) -> Written:
-    """Writes the file at `path`, and config.json and tokenizer.json beside it. `layout`: bits 0 and 1, the mode's own if None.
+    """Writes the file at `path`, and config.json and tokenizer.json beside it (None: it lies there). `layout`: bits 0 and 1, the mode's own if None.
 
-    Raises LabError naming tensor, size or file; then nothing is left of the weights' file.
+    `fields`: the config.json behind `config`, for what only it says (see `arch_of_config`). `check` looks at the source; it may take long, and is called when
+    all else has been found possible. Raises LabError naming tensor, size or file; then nothing is left.
     """
-    arch = arch_of_config(config, bos_id)
+    where = weights.where
+    arch = arch_of_config(config, fields or {}, where)
     flags = flags_of(wmode, layout, mixture=bool(arch.n_experts))
     sets = WMODES[wmode][0]
     codecs = codecs_of(flags, sets)
-    check_geometry(arch, codecs)
-    fields = fields_of_arch(path, arch, {"norm_topk_prob": config.norm_topk_prob} if arch.n_experts else None)
+    check_geometry(arch, codecs, where)
+    written = fields_of_arch(path, arch, {"norm_topk_prob": config.norm_topk_prob} if arch.n_experts else None)
     tensors = selection(arch, flags, sets)
-    beside = planned_beside(path, fields, tokenizer.to_str(), force)
-    with writing(path, arch, flags, tensors, progress, force) as sink:
+    check_place(path, tensors, force)
+    beside = planned_beside(path, written, None if tokenizer is None else tokenizer.to_str(), force)
+    if check is not None:
+        check()
+    with writing(path, arch, flags, tensors, progress, force, beside) as sink:
         out = _Out(sink, {planned.name: planned for planned in tensors})
         _write_outside(out, weights, arch, config.tie_word_embeddings, codecs)
         for layer in range(arch.n_layers):
             _write_layer(out, weights, arch, layer, codecs)
-    write_beside(beside)
     return Written(path, sink.file_len + TRAILER_BYTES, flags, out.sums)
 
 

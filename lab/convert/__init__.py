@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 from lab.errors import LabError
 
@@ -20,25 +24,32 @@ TARGETS = {"gguf": "lab.convert.gguf", "vqf": "lab.artifacts.vqf_convert", "safe
 
 CONVERT_HELP = """python -m lab convert SRC DST --to FORMAT [options of the format] [--force]
 
-Writes the model at SRC to DST in another format. The file has its name only when all of it is written and read again; after an error or with a full disk
-nothing is left.
+Writes the model at SRC to DST in another format. DST has its name only when all of it is written and read again; after an error, with a full disk, or when
+it is interrupted (Ctrl-C, SIGTERM, SIGHUP) nothing is left. Only a process that is killed outright may leave a .DST.*.partial, to be deleted.
 
   --to gguf       one GGUF file for llama.cpp and for the lab, from a safetensors folder of qwen4_exp. Every tensor is decoded again and compared with its
                   source; the summary gives bytes and cosine per type, and bits per weight
     --types PLAN  which tensor gets which block type: a name in conf/gguf_plans, or a YAML file
     --device DEV  where weights are encoded: cpu (the default), or cuda, which low-bit types of a large model need
-  --to vqf        a VQF file (Kestrel) of a plain transformer, from safetensors, GGUF or VQF
-    --wmode MODE, --layout WORD, --q8-layout NAME   how weights are encoded and laid out
-  --to safetensors   a Hugging Face folder (config.json, tokenizer.json, shards) of a plain transformer, from GGUF or VQF: every weight as it decodes,
+  --to vqf        a VQF file (Kestrel) of a plain transformer, from safetensors, GGUF or VQF. DST is a .vqf file, or a folder that gets model.vqf;
+                  config.json and tokenizer.json are written beside it
+    --wmode MODE  which matrices are encoded: dual (8 and 4 bits, the default), q4, q8, q4i (4-bit codes in 8-bit frames) or g256 (8 bits, a scale per 256
+                  weights; the lab's engine does not run g256). From VQF without --wmode blocks only move to another layout, and no weight changes
+    --layout WORD which tiles matrices lie in: bit 0 for 8-bit, bit 1 for 4-bit ones. The mode's own by default; from VQF without --wmode 0x3, which the
+                  engine expects and which gives up the marks of q4i and g256
+    --q8-layout NAME   rows or 4x4, for a VQF source whose bit 0 is clear: its flags do not say how 8-bit matrices lie
+  --to safetensors   a Hugging Face folder DST (config.json, tokenizer.json, shards) of a plain transformer, from GGUF or VQF: every weight as it decodes,
                   in bf16 where that is exact, else float16 or float32
-    --q8-layout NAME   rows or 4x4, for a VQF file that does not say which
-  --force         replace DST where it exists
+    --q8-layout NAME   as above
+  --force         replace DST where it exists: the file; with --to vqf also a config.json and tokenizer.json beside it that say something else, unless
+                  another model file lies there; with --to safetensors the whole folder, unless it holds something that is no part of a checkpoint
 
-Exit: 0, 2."""
+Exit: 0, 2 (one line says why), 130 interrupted."""
 
 
 _ONE_FILE = ("gguf",)
 """Formats of a single file, known by its name. A VQF target may be a folder, which then holds config.json and tokenizer.json, too."""
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 
 
@@ -48,18 +59,51 @@ class _Parser(argparse.ArgumentParser):
 
 
 def convert_command(argv: Sequence[str]) -> int:
-    """The verb `convert`; see CONVERT_HELP. Raises LabError."""
+    """The verb `convert`; see CONVERT_HELP. Raises LabError, and KeyboardInterrupt for any request to stop."""
     if "-h" in argv or "--help" in argv:
         print(CONVERT_HELP)
         return 0
     parser = _Parser(prog="python -m lab convert", add_help=False, allow_abbrev=False)
     parser.add_argument("--to", required=True, choices=sorted(TARGETS))
     target = import_module(TARGETS[parser.parse_known_args(argv)[0].to])
-    parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path)
+    parser.add_argument("source", type=_path)
+    parser.add_argument("target", type=_path)
     target.add_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.to in _ONE_FILE and (arguments.target.suffix != f".{arguments.to}" or _SHARD.search(arguments.target.name)):
         raise LabError(f"convert: {arguments.target}: name the file with .{arguments.to}, and not as a shard (-00001-of-00003); others go by that")
-    code: int = target.run(arguments.source, arguments.target, arguments)
+    if arguments.source.exists() and not (arguments.source.is_file() or arguments.source.is_dir()):
+        raise LabError(f"{arguments.source}: neither a regular file nor a folder; a pipe or device cannot be converted")
+    with _stopping_alike():
+        code: int = target.run(arguments.source, arguments.target, arguments)
     return code
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name; say where")
+    return Path(text)
+
+
+@contextmanager
+def _stopping_alike() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that it is left by an exception and takes its files away; while it does, further ones are ignored.
+
+    `run` notes such a signal and ends its child (`lab.signals`); here nothing sleeps that could look at a note. Ignored signals stay ignored (nohup).
+    """
+    before: dict[signal.Signals, Any] = {}
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        before = {each: signal.getsignal(each) for each in _STOPPING if signal.getsignal(each) is not signal.SIG_IGN}
+        for each in before:
+            signal.signal(each, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

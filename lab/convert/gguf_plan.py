@@ -79,7 +79,7 @@ def read_plan(path: Path) -> TypePlan:
     """Raises LabError in one line naming file and key."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise LabError(f"{path}: cannot be read as YAML ({flat(error)})") from None
     if not isinstance(data, dict):
         raise LabError(f"{path}: expected name, title, rules and default")

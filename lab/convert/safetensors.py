@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -27,22 +25,24 @@ from torch import Tensor
 from lab.artifacts.gguf_model import GgufArtifact
 from lab.artifacts.hf import HfArtifact
 from lab.artifacts.inspection import load_tokenizer
+from lab.artifacts.publish import check_room
 from lab.artifacts.vqf import vqf_path
 from lab.artifacts.vqf_arch import fields_of_arch
-from lab.artifacts.vqf_beside import config_beside
-from lab.artifacts.vqf_file import VqfFile
+from lab.artifacts.vqf_beside import check_tokenizer, config_beside
+from lab.artifacts.vqf_convert import progress_bar
+from lab.artifacts.vqf_file import Progress, VqfFile
 from lab.artifacts.vqf_flags import FILE_NAMES
 from lab.artifacts.vqf_weights import Q8_LAYOUTS, VqfWeights
 from lab.artifacts.weights import Stored, Weights
 from lab.console import console
-from lab.errors import LabError, flat
+from lab.convert.folder import INDEX, check_folder, new_folder
+from lab.errors import LabError
 from lab.models import inventory
 from lab.models.transformer.config import TransformerConfig, from_dict
-from lab.project import say
 
 SHARD_BYTES = 1 << 30
 """A shard is closed when it holds this much."""
-_INDEX = "model.safetensors.index.json"
+_LEAST_BYTES = 2  # of a stored weight
 
 
 @dataclass
@@ -61,32 +61,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(source: Path, target: Path, arguments: argparse.Namespace) -> int:
     """Writes the folder `target` and prints what is in it. Raises LabError."""
-    done = convert(source, target, arguments.force, arguments.q8_layout)
+    with progress_bar() as progress:
+        done = convert(source, target, arguments.force, arguments.q8_layout, progress=progress)
     shares = ", ".join(f"{count} as {name}" for name, count in sorted(done.weights.items()))
     console().print(f"{target}  {done.nbytes} bytes of weights: {shares}; each exactly as decoded", soft_wrap=True, markup=False)
     return 0
 
 
-def convert(source: Path, target: Path, force: bool = False, q8_layout: str | None = None, shard_bytes: int = SHARD_BYTES) -> Written:
+def convert(
+    source: Path, target: Path, force: bool = False, q8_layout: str | None = None, shard_bytes: int = SHARD_BYTES, progress: Progress | None = None
+) -> Written:
     """Writes the model in the file `source` as the folder `target`. `q8_layout`: as in VqfWeights. Raises LabError; then nothing is left of `target`."""
-    fields, weights, tokenizer = _opened(source, q8_layout)
+    check_folder(target, force)
+    fields, weights, tokenizer, check = _opened(source, q8_layout)
     config = from_dict(fields, str(source))
     if config.rope.factors is not None:
         raise LabError(f"{source}: its RoPE frequencies are divided one by one (rope_freqs), which a config.json cannot say; --to safetensors would lose it")
-    _check_target(target, force)
+    count = _weights_of(config)
+    check_room(target, _LEAST_BYTES * count)
+    tell = progress or (lambda done, total, what: None)
+    tell(0, 0, f"checking {source.name}")
+    check(tell)
     done = Written()
-    with _aside(target) as folder:
+    with new_folder(target, force) as folder:
         shards = _Shards(folder, shard_bytes)
         for name, tensor in tensors(config, weights):
             exact = narrowest(tensor)
             shards.add(name, exact)
             kind = str(exact.dtype).removeprefix("torch.")
             done.nbytes, done.weights[kind] = done.nbytes + exact.nbytes, done.weights.get(kind, 0) + exact.numel()
+            tell(_LEAST_BYTES * sum(done.weights.values()), _LEAST_BYTES * count, name)
         shards.finish()
         (folder / "config.json").write_text(json.dumps({**fields, "dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
         tokenizer.save(str(folder / "tokenizer.json"))
+        tell(0, 0, f"reading {target.name} again")
         HfArtifact(folder, "qwen3").inspect()  # one reader for all plain transformers; model_type decides
+        tell(_LEAST_BYTES * count, _LEAST_BYTES * count, "written")
     return done
+
+
+def _weights_of(config: TransformerConfig) -> int:
+    """How many weights `tensors` gives."""
+    wanted = inventory(config)
+    shapes = {**wanted.embeddings, **{name: shape for name, (shape, _) in wanted.linears.items()}, **wanted.vectors}
+    return sum(map(prod, shapes.values())) + sum(3 * prod(stack) for stack in wanted.expert_stacks.values())
 
 
 def tensors(config: TransformerConfig, weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -112,25 +130,24 @@ def narrowest(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
-def _opened(source: Path, q8_layout: str | None) -> tuple[dict[str, Any], Weights, Tokenizer]:
-    """(fields of a config.json, weights, tokenizer), the file checked. A VQF file may be laid out for any engine: it is decoded, not run."""
+def _opened(source: Path, q8_layout: str | None) -> tuple[dict[str, Any], Weights, Tokenizer, Callable[[Progress], object]]:
+    """(fields of a config.json, weights, tokenizer, what checks the whole file). A VQF file may be laid out for any engine: it is decoded, not run."""
     if source.suffix == ".gguf":
         if q8_layout is not None:
             raise LabError("--q8-layout: only for a VQF source whose flag bit 0 is clear")
         artifact = GgufArtifact(source)
         if not isinstance(artifact.config(), TransformerConfig):
             raise LabError(f"{source}: {artifact.architecture} cannot be written as safetensors; only plain transformers (llama, qwen3, qwen3moe)")
-        say(f"checking {source}")
-        artifact.inspect()
-        return dict(artifact.layout.config()), artifact.weights(), artifact.tokenizer()
+        return dict(artifact.layout.config()), artifact.weights(), artifact.tokenizer(), lambda _: artifact.inspect()
     if source.suffix != ".vqf" and not any((source / name).is_file() for name in FILE_NAMES):
         raise LabError(f"{source}: neither a .gguf nor a .vqf file, which --to safetensors reads")
     file = VqfFile(vqf_path(source))
+    arch, place = file.header.arch, file.path.with_name("tokenizer.json")
     weights = VqfWeights(file, q8_layout=q8_layout)
-    weights.check_blocks()
-    say(f"checking {source}")
-    file.check_sum(None)
-    return fields_of_arch(file.path, file.header.arch, config_beside(file.path)), weights, load_tokenizer(file.path.parent)
+    weights.codec()  # ambiguous ones are refused before all else
+    fields, tokenizer = fields_of_arch(file.path, arch, config_beside(file.path)), load_tokenizer(place.parent)
+    check_tokenizer(tokenizer, place, arch.vocab_size, arch.eos_id)
+    return fields, weights, tokenizer, weights.check
 
 
 def _public(name: str) -> str:
@@ -174,7 +191,7 @@ class _Shards:
         if count > 1:
             places = {tensor: name for name, held in zip(names, self.closed, strict=True) for tensor in held}
             index = {"metadata": {"total_size": self.total}, "weight_map": places}
-            (self.folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _close(self) -> None:
         save_file(self.held, self._file(len(self.closed)), metadata={"format": "pt"})
@@ -183,36 +200,3 @@ class _Shards:
 
     def _file(self, number: int) -> Path:
         return self.folder / f"shard-{number}"
-
-
-def _check_target(target: Path, force: bool) -> None:
-    """Raises LabError where `target` is there and may not be replaced: without `force`, or with anything in it that is not of a checkpoint."""
-    if not target.exists():
-        return
-    if not force:
-        raise LabError(f"{target} exists; choose another name or say --force")
-    ours = {"config.json", "tokenizer.json", _INDEX}
-    other = [] if not target.is_dir() else sorted(p.name for p in target.iterdir() if p.name not in ours and p.suffix != ".safetensors")
-    if not target.is_dir() or other:
-        raise LabError(f"{target}: {'no folder' if not other else f'holds {other[0]}, which is no part of a checkpoint'}; --force does not replace it")
-
-
-@contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its name when the block ends well, on disk by then; removed after any exception. Raises LabError for the disk's."""
-    folder = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    try:
-        folder.mkdir()
-        yield folder
-        for file in folder.iterdir():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-        if target.exists():
-            os.rename(target, old)
-        os.rename(folder, target)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        raise LabError(f"{target}: cannot be written ({flat(getattr(error, 'strerror', None) or error)}); nothing was left behind") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,7 @@ def config_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LabError(f"{path}: no such file; an artifact folder needs the checkpoint's config.json") from None
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or a number of thousands of digits
         raise LabError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(data, dict):
         raise LabError(f"{path}: expected an object of fields")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -160,3 +161,8 @@ SETS: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_shards_that_do_not_belong_together_are_refused(tmp_path: Path, fault: str) -> None:
     make, match = SETS[fault]
     _refused(make(tmp_path), match)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    _refused(tmp_path / "m.gguf", r"m\.gguf: cannot be read \(no regular file\)")

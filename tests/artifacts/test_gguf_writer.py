@@ -110,6 +110,17 @@ def test_an_existing_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> No
     assert path.read_bytes()[:4] == b"GGUF" and list(tmp_path.iterdir()) == [path]
 
 
+def test_of_two_files_of_one_name_the_second_is_refused_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+
+    def meanwhile(aside: Path) -> None:
+        path.write_bytes(b"another")
+
+    with pytest.raises(LabError, match=r"x\.gguf exists; choose another name or say --force"):
+        _write(path, meanwhile)
+    assert path.read_bytes() == b"another" and list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize("fault", ["missing", "order", "too much", "interrupt"])
 def test_a_write_that_is_not_the_plan_leaves_nothing(tmp_path: Path, fault: str) -> None:
     with pytest.raises((ValueError, KeyboardInterrupt)), writing(tmp_path / "x.gguf", METADATA, TENSORS, _nothing) as sink:

@@ -73,7 +73,7 @@ REFUSED = [
     (changed(PLAIN, 200, "Q", 64), "header layout undetermined: neither form"),
     (changed(PLAIN, 208, "Q", 2**64 - 64), "bytes are missing; truncated"),
     (changed(PLAIN, 184, "2Q", *struct.unpack_from("<2Q", PLAIN, 200)), "header layout undetermined: both forms"),
-    (PLAIN[:-1], r"the header says \d+ bytes, the file has \d+: 1 bytes are missing; truncated"),
+    (PLAIN[:-1], r"the header says \d+ bytes, the file has \d+: 1 byte is missing; truncated"),
     (PLAIN[: len(PLAIN) // 2], "bytes are missing; truncated"),
     (PLAIN + b"\0" * 24, "24 bytes too many"),
     (PLAIN[:511], "511 bytes are fewer than a header and one tensor"),

@@ -27,7 +27,7 @@ def geometry(name: str) -> dict[str, Any]:
 
 
 def with_tower(name: str) -> dict[str, Any]:
-    return {"model_type": "qwen3_vl", "text_config": geometry(name), "vision_config": TOWERS[name]}
+    return {"model_type": "qwen3_vl", "text_config": {**geometry(name), "model_type": "qwen3_vl_text"}, "vision_config": TOWERS[name]}
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,9 @@ def with_vision(base: Spec) -> Spec:
     """One vision layer: hidden 32, ffn 40 (padded to 64), patch 2, temporal 1, merge 2, 9 positions, no deepstack."""
     generator = torch.Generator().manual_seed(1)
     eight = {"v_q8_qkv": 96 * 32, "v_q8_proj": 32 * 32, "v_q8_fc1": 40 * 32, "v_q8_fc2": 32 * 64}
-    flat = {"v_patch_embed": 32 * 3 * 4, "v_patch_bias": 32, "v_pos_embed": 9 * 32, "v_qkv_bias": 96, "v_proj_bias": 32, "v_norm1_w": 32, "v_fc1_bias": 40}
-    flat |= {"v_merger_nw": 32, "v_merger_f1w": 128 * 128, "v_merger_f2w": 128 * 96, "v_merger_f2b": 96}
+    flat = {"v_patch_embed": 32 * 3 * 4, "v_patch_bias": 32, "v_pos_embed": 9 * 32, "v_qkv_bias": 96, "v_proj_bias": 32, "v_fc1_bias": 40}
+    flat |= {"v_merger_f1w": 128 * 128, "v_merger_f1b": 128, "v_merger_f2w": 128 * 96, "v_merger_f2b": 96}
+    flat |= {f"v_{name}": 32 for name in ("norm1_w", "norm1_b", "norm2_w", "norm2_b", "fc2_bias", "merger_nw", "merger_nb")}
     sizes = {**{n: (2, s // 32 * 34) for n, s in eight.items()}, **{n: (1, s * 4) for n, s in flat.items()}}
     tensors = [(n, q, 1, 1, torch.randint(256, (b,), dtype=torch.uint8, generator=generator).numpy().tobytes()) for n, (q, b) in sizes.items()]
     words = {80: 1, 84: 1, 88: 32, 92: 2, 96: 40, 100: 2, 104: 1, 108: 2, 112: 96, 116: 3, 120: 9}
