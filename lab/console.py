@@ -19,6 +19,7 @@ from rich.table import Table
 from lab.metrics import METRICS
 from lab.project import Project
 from lab.record import Measurement, Status
+from lab.report.fillers import filler
 from lab.runner import CellRun
 
 _MIN_WIDTH = 140
@@ -64,8 +65,9 @@ def print_result(project: Project, done: CellRun, stream: TextIO | None = None) 
         out.print("resident: " + escape("; ".join(rows)), soft_wrap=True)
     for note in record.notes:
         out.print(f"note: {escape(note)}", soft_wrap=True)
-    if record.gaps:
-        out.print(f"to fill the gaps: {escape(str(record.provenance.get('fill', '')))}", soft_wrap=True)
+    # A failed cell's gaps have one reason; of an OK one each has its own, and some no command fills.
+    for command in dict.fromkeys(fill for gap in record.gaps.values() if (fill := filler(gap))):
+        out.print(f"to fill the gaps: {escape(command)}", soft_wrap=True)
     for line in where(project, done):
         out.print(escape(line), soft_wrap=True)
 

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from lab.matrix import Entry, Matrix
 from lab.metrics import METRICS
 from lab.registered import ValueCriterion
+from lab.report.chart_names import chart_names
 from lab.report.claims import Claims
-from lab.report.drawing import BAR, FAINT, INK, LIMIT, axis_label, figure, svg
+from lab.report.drawing import AXIS, BAR, FAINT, INK, LIMIT, TITLE, axis_label, figure, slot_height, svg, wrapped
+from lab.report.fillers import gap_word
 from lab.report.numbers import as_registered, number, scaled
-from lab.report.tables import label
 from lab.report.verdicts import TargetResult, Verdict
 
 if TYPE_CHECKING:
@@ -58,11 +59,11 @@ def _share_chart(matrix: Matrix, result: TargetResult) -> str | None:
     shares = [(_name(matrix, aim.entry), aim.entry, aim.entry.measurement.roofline_pct if aim.entry.measurement else None) for aim in result.aims]
     if not any(share is not None for _, _, share in shares):
         return None
-    made, axes = figure(7.6, 1.1 + 0.36 * len(shares))
+    made, axes = figure(7.6, 1.1 + slot_height(name for name, _, _ in shares) * len(shares))
     right = max(100.0, 1.15 * max(share or 0.0 for _, _, share in shares))
     for place, (_, entry, share) in enumerate(shares):
         if share is None:
-            _empty(axes, place, str(entry.gap.status) if entry.gap else "no roofline", right)
+            _empty(axes, place, gap_word(entry.gap) if entry.gap else "no roofline", right)
         else:
             axes.barh(place, share, height=0.55, color=BAR)
             _text(axes, share, place, f"{share:.3g} %", INK)
@@ -70,14 +71,15 @@ def _share_chart(matrix: Matrix, result: TargetResult) -> str | None:
     axes.set_yticks(range(len(shares)), [name for name, _, _ in shares])
     axes.set_ylim(len(shares) - 0.5, -0.5)
     axes.set_xlim(0.0, right)
-    axes.set_xlabel(f"{METRICS[target.metric].title}, % of roofline")
-    made.suptitle(f"{METRICS[target.metric].title}: target {target.comparison} {target.value:.10g} % of roofline", x=0.01, ha="left", fontsize=10)
+    axes.set_xlabel(wrapped(f"{METRICS[target.metric].title}, % of roofline", AXIS))
+    title = f"{METRICS[target.metric].title}: target {target.comparison} {target.value:.10g} % of roofline"
+    made.suptitle(wrapped(title, TITLE), x=0.01, ha="left", fontsize=10)
     return svg(made)
 
 
 def _slot_of(matrix: Matrix, entry: Entry, claims: Claims, remark: str = "") -> Slot:
     reported = [item.claim.value for item in claims.about(entry.row, entry.metric) if not item.claim.void]
-    return Slot(_name(matrix, entry) + remark, entry, reported)
+    return Slot(_name(matrix, entry, remark), entry, reported)
 
 
 def steps_chart(matrix: Matrix, verdict: Verdict) -> str | None:
@@ -93,12 +95,14 @@ def steps_chart(matrix: Matrix, verdict: Verdict) -> str | None:
     return _bars(rule.metric, slots, limit, f"{matrix.experiment.name}, {verdict.hypothesis.id}: {verdict.word}")
 
 
-def _name(matrix: Matrix, entry: Entry) -> str:
-    return f"{label(matrix, entry.row)}, {entry.row.cell.layers} layers"
+def _name(matrix: Matrix, entry: Entry, remark: str = "") -> str:
+    """The cell's name in charts, with its depth where cells differ in it."""
+    deep = f", {entry.row.cell.layers} layers" if len({row.cell.layers for row in matrix.rows}) > 1 else ""
+    return wrapped(chart_names(matrix)[entry.row.key] + deep + remark)
 
 
 def _bars(metric: str, slots: Sequence[Slot], limit: float | None, title: str) -> str:
-    made, axes = figure(7.6, 1.1 + 0.36 * len(slots))
+    made, axes = figure(7.6, 1.1 + slot_height(slot.name for slot in slots) * len(slots))
     measured = [slot.entry.measurement.value for slot in slots if slot.entry.measurement]
     known = [scaled(metric, value) for value in (*measured, *(value for slot in slots for value in slot.reported))]
     ends = [*known, *([scaled(metric, limit)] if limit is not None else [])]
@@ -111,7 +115,7 @@ def _bars(metric: str, slots: Sequence[Slot], limit: float | None, title: str) -
     axes.set_ylim(len(slots) - 0.5, -0.5)
     axes.set_xlim(min([*ends, 0.0]) * 1.1, right)
     axes.set_xlabel(axis_label(metric))
-    made.suptitle(title, x=0.01, ha="left", fontsize=10)
+    made.suptitle(wrapped(title, TITLE), x=0.01, ha="left", fontsize=10)
     return svg(made)
 
 
@@ -123,7 +127,7 @@ def _slot(axes: Axes, metric: str, place: int, slot: Slot, right: float) -> None
         axes.barh(place, value, xerr=error, height=0.55, color=BAR, ecolor=INK, capsize=3)
         _text(axes, value + (error or 0.0), place, number(metric, found.value), INK)
     elif slot.entry.gap is not None:
-        _empty(axes, place, str(slot.entry.gap.status), right)
+        _empty(axes, place, gap_word(slot.entry.gap), right)
     for value in slot.reported:
         axes.plot(scaled(metric, value), place, marker="D", markersize=7, markerfacecolor="white", markeredgecolor=INK, linestyle="none", zorder=4)
         _text(axes, scaled(metric, value), place, f"{scaled(metric, value):.10g} reported", INK)

@@ -95,8 +95,13 @@ def render(assessed: Assessed, drawn: Collection[str]) -> str:
 @cache
 def _environment() -> Environment:
     made = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    made.filters.update(md=escape, code=code, table=table)
+    made.filters.update(md=escape, code=code, table=table, deeper=_deeper)
     return made
+
+
+def _deeper(text: str) -> str:
+    """The text with its headings one level down: those of a section inside a chapter."""
+    return re.sub(r"(?m)^(#+) ", r"#\1 ", text)
 
 
 def _context(assessed: Assessed, drawn: Collection[str]) -> dict[str, Any]:
@@ -106,7 +111,7 @@ def _context(assessed: Assessed, drawn: Collection[str]) -> dict[str, Any]:
     groups = gap_groups(matrix, lang)
     numbers = references(matrix)
     records = provenance.shown_records(matrix)
-    protocols = measured.protocols(matrix)
+    protocols = measured.protocols(matrix, lang)
     return {
         "lang": lang,
         "t": lang,
@@ -116,7 +121,7 @@ def _context(assessed: Assessed, drawn: Collection[str]) -> dict[str, Any]:
         "models": sorted({row.cell.model.name for row in matrix.rows}),
         "totals": matrix.totals,
         "changes": matrix.registered_changes,
-        "mixed": facts.differences(records),
+        "mixed": facts.differences(records, lang),
         "metrics": METRICS,
         "charts": {name: charts.file_name(experiment.name, name) for name in drawn},
         "questions": questions(matrix, judged, targets, numbers, lang),
@@ -141,8 +146,8 @@ def _context(assessed: Assessed, drawn: Collection[str]) -> dict[str, Any]:
         "capacity": capacity_table(matrix, capacity, lang),
         "findings": findings(matrix, lang),
         "dates": (min(r.started_at for r in records), max(r.finished_at for r in records)) if records else None,
-        "origin": provenance.origin(records),
-        "recorded": provenance.recorded(records),
+        "origin": provenance.origin(records, lang),
+        "recorded": provenance.recorded(records, lang),
         "sums": [item.text(lang) for item in sums(matrix, groups, targets, judged, claims)],
         "record_table": provenance.record_table(matrix, numbers, lang),
         "without_record": provenance.cells_without_record(matrix, lang),

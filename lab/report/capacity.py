@@ -118,14 +118,14 @@ def capacity_table(matrix: Matrix, capacity: Capacity, lang: Language) -> Table:
     header = [lang(f"column.{name}") for name in ("path", "layers", "on_device", "on_host", "fits", "tg_bound", "pp_bound")]
     telling = [at for at in range(len(header)) if at < 4 or any(row[at] not in {"–", lang("capacity.unknown")} for row in rows)]
     bases = dict.fromkeys(ledger.basis for ledger in capacity.ledgers.values()) if len(telling) > 4 else {}
-    notes = [lang("capacity.basis", basis=escape(basis)) for basis in bases]
+    notes = [lang("capacity.basis", basis=escape(lang.recorded(basis))) for basis in bases]
     notes += [line for row in matrix.rows if row.key in capacity.ledgers for line in _residency(matrix, row, capacity.ledgers[row.key], lang)]
     assumed = defaultdict(list)
     for row in matrix.rows:
         if row.key in capacity.ledgers and (types := capacity.ledgers[row.key].assumed):
             assumed[", ".join(types)].append(named(matrix, row, lang))
     notes += [lang("capacity.assumed", types=escape(types), cells=escape(lang.clauses(cells))) for types, cells in assumed.items()]
-    notes += [lang("claims.capacity_note", reason=escape(reason), cells=escape(lang.clauses(cells))) for reason, cells in absent.items()]
+    notes += [lang("claims.capacity_note", reason=escape(lang.recorded(reason)), cells=escape(lang.clauses(cells))) for reason, cells in absent.items()]
     return Table("", [header[at] for at in telling], [[row[at] for at in telling] for row in rows], words=1, notes=notes)
 
 
@@ -135,11 +135,11 @@ def _residency(matrix: Matrix, row: Row, ledger: Ledger, lang: Language) -> list
         lang(
             "capacity.degrades" if kept.degrades else "capacity.residency",
             cell=escape(named(matrix, row, lang)),
-            where=kept.where,
-            what=kept.what,
+            where=lang.field(kept.where),
+            what=lang.field(kept.what),
             kept=kept.kept,
             total=kept.total,
-            limit=escape(kept.limit),
+            limit=escape(lang.recorded(kept.limit)),
         )
         for kept in ledger.residency
     ]

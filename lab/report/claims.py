@@ -85,7 +85,7 @@ def observe(matrix: Matrix, claim: Claim, row: Row | None, capacity: Capacity, l
         low=claim.value,
         high=claim.value,
         bound=bound,
-        basis=basis,
+        basis=lang.recorded(basis),
         vocabulary=capacity.vocabulary(row.cell) if row else None,
     )
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from lab.matrix import Entry, Matrix
 from lab.report.capacity import Capacity
+from lab.report.chart_names import chart_names
 from lab.report.claims import Claims
-from lab.report.drawing import FAINT, axis_label, figure, legend_below, legend_beside, plain_log, style, svg
-from lab.report.tables import label
+from lab.report.drawing import FAINT, axis_label, figure, legend_below, legend_beside, legend_height, plain_log, style, svg, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,10 +23,11 @@ TG = "tg128_tok_s"
 
 
 def _series(matrix: Matrix, metric: str) -> dict[str, list[Entry]]:
-    """The entries of one metric by row label, shallow first; labels in the experiment's order."""
+    """The entries of one metric by the name of their path, shallow first; names in the experiment's order."""
     lines: dict[str, list[Entry]] = defaultdict(list)
+    names = chart_names(matrix)
     for row in matrix.rows:
-        lines[label(matrix, row)].append(matrix.entry(row, metric))
+        lines[wrapped(names[row.key])].append(matrix.entry(row, metric))
     return {name: sorted(entries, key=lambda entry: entry.row.cell.layers) for name, entries in lines.items()}
 
 
@@ -37,7 +38,7 @@ def ppl_by_depth(matrix: Matrix) -> str | None:
     lines = {name: entries for name, entries in _series(matrix, "ppl").items() if any(entry.measurement for entry in entries)}
     if len({entry.row.cell.layers for entries in lines.values() for entry in entries if entry.measurement}) < 2:
         return None
-    made, axes = figure(7.0, 3.8)
+    made, axes = figure(7.0, max(3.8, legend_height(lines)))
     every: list[float] = []
     for index, (name, entries) in enumerate(lines.items()):
         found = [entry.measurement for entry in entries]
@@ -67,7 +68,7 @@ def tg_by_depth(matrix: Matrix, claims: Claims, capacity: Capacity) -> str | Non
         return None
     lines = _series(matrix, TG)
     depths = sorted({row.cell.layers for row in matrix.rows})
-    made, axes = figure(8.0, 4.2 + 0.09 * (len(lines) + 3))
+    made, axes = figure(8.0, 4.2 + 0.5 * legend_height([*lines, "roofline", "reported", "gap"]))
     for index, (name, entries) in enumerate(lines.items()):
         color, marker = style(index)
         shift = 0.5 * (index - (len(lines) - 1) / 2) / len(lines)  # series side by side, so that equal values do not hide each other

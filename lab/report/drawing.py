@@ -1,12 +1,15 @@
 """What all charts share: an empty figure, the colours, the names on the axes, and SVG text that is the same from run to run.
 
-Charts carry names, numbers and units only, in letters that every font has, so that one file serves both languages; the caption is in the text.
-Figures are built without pyplot: no display and no global state is involved.
+Charts carry names, numbers and units only, in letters that every font has, so that one file serves both languages; the caption is in the text. No text is
+wider than a part of the figure, so that names leave room for the axes, and the page takes in whatever stands beside them. Figures are built without pyplot: no
+display and no global state is involved.
 """
 
 from __future__ import annotations
 
 import io
+import textwrap
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lab.metrics import METRICS
@@ -23,6 +26,32 @@ MARKERS = "osD^vPX*h"
 """Okabe and Ito's palette, told apart by most colour-blind readers; the markers tell the series apart without colour."""
 
 
+NAME, TITLE, AXIS = 44, 92, 52
+"""Most characters on one line: of a cell's name, of a title over the figure, of an axis' name."""
+_LINE = 0.16
+"""Inches that one more line of a name takes."""
+
+
+def wrapped(text: str, most: int = NAME) -> str:
+    """The text on lines of at most so many characters; a longer word is cut."""
+    return "\n".join(textwrap.wrap(text, most, break_on_hyphens=False)) or text
+
+
+def lines_of(names: Iterable[str]) -> int:
+    """Lines that all names together take."""
+    return sum(name.count("\n") + 1 for name in names)
+
+
+def slot_height(names: Iterable[str]) -> float:
+    """Inches for one bar among bars of these names."""
+    return max(0.36, _LINE * max((name.count("\n") + 1 for name in names), default=1) + 0.08)
+
+
+def legend_height(names: Iterable[str]) -> float:
+    """Inches that a legend of these names in one column takes."""
+    return _LINE * lines_of(names) + 0.3
+
+
 def figure(width: float, height: float) -> tuple[Figure, Axes]:
     """An empty figure, sizes in inches."""
     from matplotlib.figure import Figure  # slow to import, and most commands draw nothing
@@ -36,18 +65,18 @@ def figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def svg(made: Figure) -> str:
-    """The figure as SVG; a fixed salt and no date keep the bytes the same."""
+    """The figure as SVG, its page as large as everything on it; a fixed salt and no date keep the bytes the same."""
     import matplotlib as mpl
 
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "lab", "svg.fonttype": "path"}):
-        made.savefig(buffer, format="svg", metadata={"Date": None})
+        made.savefig(buffer, format="svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.08)
     return buffer.getvalue()
 
 
 def axis_label(metric: str) -> str:
-    """The metric's name and printed unit."""
-    return METRICS[metric].title + (f", {unit(metric)}" if unit(metric) else "")
+    """The metric's name and printed unit, on as many lines as it takes."""
+    return wrapped(METRICS[metric].title + (f", {unit(metric)}" if unit(metric) else ""), AXIS)
 
 
 def legend_beside(axes: Axes) -> None:

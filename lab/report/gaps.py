@@ -1,4 +1,5 @@
-"""Gaps: every one with its status, its reason and the command that fills it, those that share both told together.
+"""Gaps: every one with its status, its reason and the command that fills it, those that share both told together. Where no command fills it, none stands there
+(`lab.report.fillers`); where a command would end at once as it stands, it is said what it needs first.
 
 The plain-language meaning of each status and rule that a report met is collected here too, so that a reader needs no other document. A rule is
 recognised by the words that admission and evidence use; a reason that none of them used is quoted and left at that.
@@ -11,10 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lab.matrix import Matrix
+from lab.dead_ends import Closed
+from lab.matrix import Matrix, Row
 from lab.record import Status
+from lab.registered import DeadEnd
+from lab.report.fillers import NOT_ASKED, asked, filler, gap_word
 from lab.report.language import Language
-from lab.report.markup import Table
+from lab.report.markup import Table, escape
 from lab.report.tables import named
 
 RULES: Mapping[str, tuple[Status, re.Pattern[str]]] = {
@@ -37,29 +41,67 @@ RULES: Mapping[str, tuple[Status, re.Pattern[str]]] = {
 
 @dataclass(frozen=True)
 class GapGroup:
-    """Gaps with one status and reason; each line is a cell, its metrics in words, and the command that fills them."""
+    """Gaps with one status and reason. `word`: what stands for them in tables, with its meaning `gloss`; each line is a cell, its metrics in words, and the
+    command that fills them, empty where none does; `needs` tells what the commands need first."""
 
     status: Status
+    word: str
+    gloss: str
     reason: str
     count: int
     lines: list[tuple[str, str, str]]
+    needs: list[str]
 
 
 def gap_groups(matrix: Matrix, lang: Language) -> list[GapGroup]:
     """All gaps, those with the same status and reason together."""
     groups: dict[tuple[Status, str], dict[tuple[str, str], list[str]]] = defaultdict(lambda: defaultdict(list))
+    words: dict[tuple[Status, str], tuple[str, str]] = {}
+    needs: dict[tuple[Status, str], dict[str, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
     for row in matrix.rows:
-        cell = named(matrix, row, lang)
+        cell, stopped = named(matrix, row, lang), _stopped(row)
         for name in matrix.experiment.metrics:
             if gap := matrix.entry(row, name).gap:
-                groups[gap.status, gap.reason][cell, gap.fill].append(name)
+                key, fill = (gap.status, gap.reason), filler(gap, row.fill)
+                groups[key][cell, fill].append(name)
+                words[key] = gap_word(gap), lang.gloss(gap.status) if asked(gap) else lang("gaps.not_asked")
+                if stopped and fill and gap.status is Status.NOT_RUN:
+                    needs[key][stopped][cell] = None
     every = len(matrix.experiment.metrics)
-    own = {flag.sentence("en"): flag.sentence(lang.code) for flag in matrix.flags}
+    own = _own(matrix, lang)
     found = []
-    for (status, reason), lines in groups.items():
+    for key, lines in groups.items():
+        (status, reason), (word, gloss) = key, words[key]
         listed = [(cell, _metrics(names, every, lang), fill) for (cell, fill), names in lines.items()]
-        found.append(GapGroup(status, lang.reason(reason, own), sum(len(names) for names in lines.values()), listed))
+        first = [_need(why, list(cells), len({cell for cell, _, _ in listed}), lang) for why, cells in needs[key].items()]
+        count = sum(len(names) for names in lines.values())
+        found.append(GapGroup(status, word, gloss, lang.reason(reason, own), count, listed, first))
     return found
+
+
+def _need(why: str, cells: list[str], listed: int, lang: Language) -> str:
+    """What is in the way of the commands, and of which where it is not all that are listed."""
+    if len(cells) == listed:
+        return lang("gaps.needs", why=escape(lang.recorded(why)))
+    return lang("gaps.needs_of", cells=escape(lang.clauses(cells)), why=escape(lang.recorded(why)))
+
+
+def _own(matrix: Matrix, lang: Language) -> dict[str, str]:
+    """What the lab words itself in a reason, English to this language: flags over its numbers, and the dead ends of the experiment."""
+    flagged = {flag.sentence("en"): flag.sentence(lang.code) for flag in matrix.flags}
+    return flagged | {Closed(matrix.experiment, end).reason(): _closed(matrix, end, lang) for end in matrix.experiment.dead_ends}
+
+
+def _closed(matrix: Matrix, end: DeadEnd, lang: Language) -> str:
+    told = {name: lang.text(text) for name, text in (("what", end.what), ("evidence", end.evidence), ("source", end.source), ("reopen", end.reopen))}
+    return lang("gaps.closed", id=end.id, file=matrix.experiment.source, since=end.since, **told)
+
+
+def _stopped(row: Row) -> str:
+    """Why the cell's own command would end as UNSUPPORTED on any machine, as the gates say it; empty where it would not."""
+    from lab.preflight import unsupported  # slow to import, and most commands print no gap
+
+    return unsupported(row.cell) or ""
 
 
 def _metrics(names: list[str], every: int, lang: Language) -> str:
@@ -73,9 +115,10 @@ def rule_of(status: Status, reason: str) -> str | None:
 
 def glossary(matrix: Matrix, raised: Iterable[str], lang: Language) -> Table:
     """The statuses and rules this report met, with what they mean; `raised` are the rules that reported claims broke."""
-    gaps = {(entry.gap.status, entry.gap.reason) for entry in matrix.entries.values() if entry.gap}
-    statuses = {status for status, _ in gaps} | {row.status for row in matrix.rows}
-    rules = {rule for status, reason in gaps if (rule := rule_of(status, reason))} | {flag.rule for flag in matrix.flags} | set(raised)
+    found = [entry.gap for entry in matrix.entries.values() if entry.gap]
+    statuses = {gap.status for gap in found if asked(gap)} | {row.status for row in matrix.rows}
+    rules = {rule for gap in found if (rule := rule_of(gap.status, gap.reason))} | {flag.rule for flag in matrix.flags} | set(raised)
     lines = [[f"`{status}`", lang.gloss(status)] for status in Status if status in statuses]
+    lines += [[f"`{NOT_ASKED}`", lang("gaps.not_asked")]] if not all(asked(gap) for gap in found) else []
     lines += [[lang(f"rule_name.{name}"), lang(f"rule.{name}")] for name in RULES if name in rules]
     return Table("", [lang("column.word"), lang("column.meaning")], lines, words=2)

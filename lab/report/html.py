@@ -19,6 +19,8 @@ from markdown_it.token import Token
 from lab.report.markup import anchor
 
 TEMPLATES = Path(__file__).parent / "templates"
+_NUMBERED = re.compile(r"\d+\.\d+ ")
+"""How the heading of a section inside a chapter begins."""
 
 
 def page(markdown: str, charts: Mapping[str, str], html_lang: str) -> str:
@@ -30,7 +32,7 @@ def page(markdown: str, charts: Mapping[str, str], html_lang: str) -> str:
     environment = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     style = (TEMPLATES / "page.css").read_text(encoding="utf-8")
     title = next((text for level, text, _ in headings if level == 1), "")
-    contents = [(text, name) for level, text, name in headings if level == 2]
+    contents = [(text, name) for level, text, name in headings if level == 2 or (level == 3 and _NUMBERED.match(text))]
     return environment.get_template("page.html.j2").render(lang=html_lang, title=escape(title), style=style, contents=contents, body=body)
 
 

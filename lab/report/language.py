@@ -1,7 +1,8 @@
 """The report's own words in one language, from `lang/<code>.yaml`: one template serves every language.
 
 Texts are looked up by dotted key and filled in by name; a missing key or field is an error, not an empty place. Free text of an experiment
-comes from its file in the same language; what a record says stays as it was recorded. A catalogue cannot show that its sentences are true.
+comes from its file in the same language; what a record says stays as it was recorded, but for fixed sentences of the lab's own (`lab.report.recorded`).
+A catalogue cannot show that its sentences are true.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 import yaml
 
 from lab.errors import LabError
+from lab.likeness import Unlike
 from lab.metrics import METRICS
 from lab.record import Status
 from lab.registered import LANGUAGES, QUANTITIES, in_language
 from lab.report.outline import Heading, Part, outline
 from lab.report.outline import numbers as outlined
+from lab.report.recorded import in_words
 
 FOLDER = Path(__file__).parent / "lang"
 
@@ -56,6 +59,22 @@ class Language:
         """The title of a reported quantity; English is `lab.registered`'s own."""
         return self.texts.get(f"quantities.{name}", QUANTITIES[name].title)
 
+    def unit(self, name: str) -> str:
+        """A unit as it is printed: one that is a word in this language, the others as they are."""
+        return self.texts.get(f"unit.{name}", name)
+
+    def field(self, name: str) -> str:
+        """A field of a record or a kind of difference, where the catalogue has a word for it; else its name."""
+        return self.texts.get(f"field.{name}", name)
+
+    def difference(self, one: Unlike) -> str:
+        """What two records differ in, with both sides."""
+        return self.field(one.what) + one.brief.removeprefix(one.what)
+
+    def recorded(self, text: str) -> str:
+        """What the lab itself wrote into a record, in this language where it is known; anything else as it was recorded."""
+        return in_words(text, self.code)
+
     def gloss(self, status: Status) -> str:
         """What a status means, in one sentence."""
         return self(f"status.{status}")
@@ -74,7 +93,7 @@ class Language:
             return self("never_attempted")
         for english, here in own.items():
             recorded = recorded.replace(english, here)
-        return recorded
+        return self.recorded(recorded)
 
 
 @cache

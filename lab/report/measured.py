@@ -8,13 +8,14 @@ named, not tabulated.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from lab.likeness import beside, contrast, unlike
 from lab.matrix import Entry, Matrix, Row
 from lab.metrics import METRICS
 from lab.registered import as_text, matches
-from lab.report.facts import Fact, fold
+from lab.report.facts import Fact, fold, listed, said
+from lab.report.fillers import gap_word
 from lab.report.language import Language
 from lab.report.markup import Table, escape
 from lab.report.numbers import full, number, short, significant, status_word, unit, with_error
@@ -26,6 +27,9 @@ from lab.stats import Comparison
 SPREAD_LIMIT = 0.10
 """(max - min) / median above which repeats are called noisy."""
 
+MOST_LINES = 24
+"""Of a table of recorded items; longer lists are told by their length."""
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -34,6 +38,7 @@ class Protocol:
     metric: str
     protocol: str
     details: list[Fact]
+    tables: list[Table] = field(default_factory=list)
 
 
 def per_metric(matrix: Matrix, lang: Language) -> list[Table]:
@@ -50,7 +55,7 @@ def per_metric(matrix: Matrix, lang: Language) -> list[Table]:
         rows = [[escape(text), *(full(found[d], lang("of_roofline")) if d in found else "–" for d in depths)] for text, found in told.items()]
         silent = lang.series(text for text in lines if text not in told)
         notes = [lang("measured.only_gaps", paths=escape(silent))] if silent else []
-        heading = f"{lang.metric(name)} (`{name}`" + (f", {unit(name)})" if unit(name) else ")")
+        heading = f"{lang.metric(name)} (`{name}`" + (f", {unit(name, lang)})" if unit(name) else ")")
         tables.append(Table(heading, [lang("column.path"), *(lang("depth", layers=depth) for depth in depths)], rows, notes=notes))
     return tables
 
@@ -61,18 +66,40 @@ def measured_nowhere(matrix: Matrix, lang: Language) -> list[str]:
     for name in matrix.experiment.metrics:
         gaps = [matrix.entry(row, name).gap for row in matrix.rows]
         if all(gaps):
-            statuses = Counter(str(gap.status) for gap in gaps if gap)
+            statuses = Counter(gap_word(gap) for gap in gaps if gap)
             lines.append(lang("measured.owed", metric=lang.metric(name), name=name, statuses=lang.series(f"*{s}* ({n})" for s, n in statuses.items())))
     return lines
 
 
-def protocols(matrix: Matrix) -> list[Protocol]:
-    """Per metric: its protocol, and the details its measurements recorded. Metrics nobody measured have no details to show."""
-    details: dict[str, list[dict[str, object]]] = defaultdict(list)
-    for entry in matrix.entries.values():
-        if entry.measurement:
-            details[entry.metric].append(entry.measurement.details)
-    return [Protocol(name, METRICS[name].protocol, fold(details[name])) for name in matrix.experiment.metrics]
+def protocols(matrix: Matrix, lang: Language) -> list[Protocol]:
+    """Per metric: its protocol, the details its measurements recorded, and the short lists among them as tables. Metrics nobody measured have no details to
+    show; a list that an earlier metric has told is pointed to."""
+    told: dict[str, str] = {}
+    found = []
+    for name in matrix.experiment.metrics:
+        taken = [(row, m.details) for row in matrix.rows if (m := matrix.entry(row, name).measurement) is not None]
+        tables: list[Table] = []
+        remarks: dict[str, str] = {}
+        for key in dict.fromkeys(key for _, details in taken for key in details):
+            shown = _list_table(matrix, key, [(row, details.get(key)) for row, details in taken], lang)
+            if shown is None:
+                continue
+            first = told.setdefault(repr(shown), name)
+            remarks[key] = lang("measured.listed_below") if first == name else lang("measured.listed_with", metric=f"`{first}`")
+            tables += [shown] if first == name else []
+        facts = [replace(fact, text=remarks[fact.key], differs=False) if fact.key in remarks else fact for fact in fold((d for _, d in taken), lang)]
+        found.append(Protocol(name, METRICS[name].protocol, facts, tables))
+    return found
+
+
+def _list_table(matrix: Matrix, key: str, values: list[tuple[Row, object]], lang: Language) -> Table | None:
+    """The lists that the cells' measurements hold under `key`, an item a line; None where one of them is no short list of mappings, or they are many."""
+    lists = [(row, items) for row, value in values if value is not None and (items := listed(value, lang)) is not None]
+    if not lists or len(lists) < sum(value is not None for _, value in values) or sum(len(items) for _, items in lists) > MOST_LINES:
+        return None
+    columns = list(dict.fromkeys(column for _, items in lists for item in items for column in item))
+    rows = [[escape(named(matrix, row, lang)), *(escape(said(item.get(c), lang)) for c in columns)] for row, items in lists for item in items]
+    return Table(key, [lang("column.path"), *(lang.field(column) for column in columns)], rows)
 
 
 def steps(matrix: Matrix, verdict: Verdict, lang: Language) -> Table:
@@ -150,7 +177,7 @@ def compare_speeds(matrix: Matrix, lang: Language) -> Table:
         rows.append([named(matrix, row, lang), *(compare(matrix.entry(row, name), matrix.entry(base, name), lang) for name in names)])
         others = beside(row.current, base.current) if row.current and base.current and base.current.metrics else []
         if others:
-            notes.append(lang("compare.beside", cell=escape(named(matrix, row, lang)), what=escape(lang.series(one.brief for one in others))))
+            notes.append(lang("compare.beside", cell=escape(named(matrix, row, lang)), what=escape(lang.series(lang.difference(one) for one in others))))
     return Table("", [lang("column.path"), *(title(name, lang) for name in names)], rows, words=1 + len(names), notes=notes)
 
 
@@ -165,9 +192,9 @@ def compare(mine: Entry, base: Entry, lang: Language) -> str:
     if a is None or record is None:
         return status_word(mine)
     if b is None or other is None:
-        return lang("compare.no_reference", status=base.gap.status if base.gap else "")
+        return lang("compare.no_reference", status=gap_word(base.gap) if base.gap else "")
     if reasons := unlike(record, other, mine.metric):
-        return lang("compare.differ", what=lang.series(dict.fromkeys(one.what for one in reasons)))
+        return lang("compare.differ", what=lang.series(dict.fromkeys(lang.field(one.what) for one in reasons)))
     found = contrast(a, b)
     if not isinstance(found, Comparison):
         return lang("compare.no_repeats")

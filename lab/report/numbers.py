@@ -7,21 +7,28 @@ Digits are chosen for reading; the record holds the full value. Rounding proves 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from lab.matrix import Entry
 from lab.metrics import METRICS
 from lab.record import Measurement
+from lab.report.fillers import gap_word
+
+if TYPE_CHECKING:
+    from lab.report.language import Language
 
 _SCALE = {"B": (1e-6, "MB"), "B/s": (1e-9, "GB/s"), "fraction": (100.0, "%")}
 _PLACES = {"fraction": 2, "cosine": 5}
 _DIGITS = {"ppl": 4, "bit/B": 4}
+_COUNTS = frozenset({"tokens"})
+"""Units of things that are counted: a whole number of them prints whole."""
 
 
-def unit(metric: str) -> str:
-    """The unit a metric is printed in; empty where the value has none worth saying."""
+def unit(metric: str, lang: Language | None = None) -> str:
+    """The unit a metric is printed in, in words of `lang` where it is one; empty where the value has none worth saying."""
     stored = METRICS[metric].unit
     printed = _SCALE.get(stored, (1.0, stored))[1]
-    return "" if printed in {"ppl", "cosine"} else printed
+    return "" if printed in {"ppl", "cosine"} else lang.unit(printed) if lang else printed
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -42,19 +49,21 @@ def scaled(metric: str, value: float) -> float:
 def number(metric: str, value: float) -> str:
     """A value of `metric` in its printed unit, without the unit."""
     stored = METRICS[metric].unit
+    if stored in _COUNTS and float(value).is_integer():
+        return f"{value:.0f}"
     if stored in _PLACES:
         return f"{scaled(metric, value):.{_PLACES[stored]}f}"
     return significant(scaled(metric, value), _DIGITS.get(stored, 3))
 
 
-def with_unit(metric: str, value: float) -> str:
+def with_unit(metric: str, value: float, lang: Language | None = None) -> str:
     """A value of `metric` with the unit it is printed in."""
-    return f"{number(metric, value)} {unit(metric)}".rstrip()
+    return f"{number(metric, value)} {unit(metric, lang)}".rstrip()
 
 
-def as_registered(metric: str, value: float) -> str:
+def as_registered(metric: str, value: float, lang: Language | None = None) -> str:
     """A value from an experiment file in the unit its metric is printed in, with the digits it was written with."""
-    return f"{scaled(metric, value):.10g} {unit(metric)}".rstrip()
+    return f"{scaled(metric, value):.10g} {unit(metric, lang)}".rstrip()
 
 
 def short(entry: Entry) -> str:
@@ -86,5 +95,5 @@ def roofline(found: Measurement | None) -> str:
 
 
 def status_word(entry: Entry) -> str:
-    """A gap as it stands in a table: its status, set in italics, never a digit."""
-    return f"*{entry.gap.status}*" if entry.gap else ""
+    """A gap as it stands in a table: its word, set in italics, never a digit."""
+    return f"*{gap_word(entry.gap)}*" if entry.gap else ""

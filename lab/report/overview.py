@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from lab.matrix import Entry, Matrix
 from lab.registered import Target
 from lab.report.claims import Claims, Reported
+from lab.report.fillers import gap_word
 from lab.report.language import Language
 from lab.report.markup import Table, escape
-from lab.report.numbers import with_unit
+from lab.report.numbers import status_word, with_unit
 from lab.report.results import short_title
 from lab.report.tables import by_depth, label, named, place
 from lab.report.verdicts import COMPARE, Aim, TargetResult, Verdict, across, aimed, criterion, limit_text, shown, wanted
@@ -59,14 +60,14 @@ def _answer(result: TargetResult, references: Mapping[str, str], lang: Language)
         return "; ".join(dict.fromkeys(_value(entry, references, lang, target) for entry in entries))
     best = max if target.comparison in {">=", ">"} else min
     _, measurement, entry = best(found, key=lambda one: one[0])
-    return lang("verdict.best", measured=len(found), cells=len(entries), value=shown(measurement, target), record=references[entry.row.key])
+    return lang("verdict.best", measured=len(found), cells=len(entries), value=shown(measurement, target, lang), record=references[entry.row.key])
 
 
 def _value(entry: Entry, references: Mapping[str, str], lang: Language, target: Target | None = None) -> str:
     if entry.measurement is not None:
-        value = with_unit(entry.metric, entry.measurement.value) if target is None else shown(entry.measurement, target)
+        value = with_unit(entry.metric, entry.measurement.value, lang) if target is None else shown(entry.measurement, target, lang)
         return f"{value} ({references[entry.row.key]})"
-    return lang("verdict.gap", status=entry.gap.status if entry.gap else "")
+    return lang("verdict.gap", status=gap_word(entry.gap) if entry.gap else "")
 
 
 def target_sections(matrix: Matrix, targets: Sequence[TargetResult], claims: Claims, lang: Language) -> list[TargetSection]:
@@ -81,11 +82,11 @@ def _section(matrix: Matrix, number: int, result: TargetResult, claims: Claims, 
     applies = lang("target.applies", source=escape(lang.text(target.source)), cells=len(result.aims), place=escape(place(target.where, lang)))
     applies += lang("target.closed", cells=closed) if closed else ""
     remarks = [
-        f"{escape(named(matrix, aim.entry.row, lang))}{lang('colon')}{lang('verdict.straddles', limit=limit_text(target))}"
+        f"{escape(named(matrix, aim.entry.row, lang))}{lang('colon')}{lang('verdict.straddles', limit=limit_text(target, lang))}"
         for aim in result.aims
         if aim.entry.measurement is not None and across(aim.entry.measurement, target)
     ]
-    statuses = Counter(str(aim.entry.gap.status) for aim in result.aims if aim.entry.gap)
+    statuses = Counter(gap_word(aim.entry.gap) for aim in result.aims if aim.entry.gap)
     gaps = lang("target.all_gaps", cells=len(result.aims), statuses=lang.series(f"*{status}* ({count})" for status, count in statuses.items()))
     cells = {aim.entry.row.key for aim in result.aims}
     reported = claims.beside(target.metric) if target.of == "value" else []
@@ -109,12 +110,12 @@ def _cells(matrix: Matrix, result: TargetResult, lang: Language) -> Table:
 def _outcome(aim: Aim, target: Target, lang: Language) -> str:
     found = aim.entry.measurement
     if found is None:
-        return f"*{aim.entry.gap.status}*" if aim.entry.gap else ""
-    return f"{shown(found, target, with_its_unit=False)} {lang(f'word.{aim.outcome}')}"
+        return status_word(aim.entry)
+    return f"{shown(found, target)} {lang(f'word.{aim.outcome}')}"
 
 
 def _reported(result: TargetResult, item: Reported, lang: Language) -> str:
     """One reported figure of the target's quantity, and what it would come to if it were ours."""
     reached = COMPARE[result.target.comparison](item.claim.value, result.target.value)
     side = lang("target.void") if item.claim.void else lang("target.would_reach" if reached else "target.would_miss")
-    return lang("target.reported", value=item.shown, unit=item.claim.unit, what=escape(lang.text(item.claim.what)), side=side)
+    return lang("target.reported", value=item.shown, unit=lang.unit(item.claim.unit), what=escape(lang.text(item.claim.what)), side=side)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from lab.matrix import Matrix
 from lab.record import Record
-from lab.report.facts import Fact, fold, identity
+from lab.report.facts import Fact, fold, identities
 from lab.report.language import Language
 from lab.report.markup import Table, escape
 from lab.report.tables import named
@@ -25,15 +25,15 @@ def shown_records(matrix: Matrix) -> list[Record]:
     return [row.current for row in matrix.rows if row.current and row.current.metrics]
 
 
-def origin(records: list[Record]) -> list[Fact]:
+def origin(records: list[Record], lang: Language) -> list[Fact]:
     """What makes the printed numbers comparable: machine, device, torch, code and artifact."""
-    return fold(identity(record) for record in records)
+    return identities(records, lang)
 
 
-def recorded(records: list[Record]) -> list[Fact]:
+def recorded(records: list[Record], lang: Language) -> list[Fact]:
     """What else the records say of where they come from."""
     sources = [{**record.provenance, "machine_state": _state(record), "artifact": record.artifact} for record in records]
-    return fold({key: value for key, value in source.items() if key not in _ONLY_IN_RECORD} for source in sources)
+    return fold(({key: value for key, value in source.items() if key not in _ONLY_IN_RECORD} for source in sources), lang)
 
 
 def _state(record: Record) -> dict[str, str]:

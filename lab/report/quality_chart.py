@@ -7,9 +7,9 @@ one without bytes has no place in this chart and is counted in its title. Points
 from __future__ import annotations
 
 from lab.matrix import Matrix
-from lab.report.drawing import COLORS, FAINT, MARKERS, axis_label, figure, legend_beside, plain_log, svg
+from lab.report.chart_names import chart_names
+from lab.report.drawing import COLORS, FAINT, MARKERS, axis_label, figure, legend_beside, legend_height, plain_log, svg, wrapped
 from lab.report.numbers import scaled
-from lab.report.tables import label
 
 BYTES = "resident_bytes"
 
@@ -23,11 +23,12 @@ def quality_by_bytes(matrix: Matrix) -> str | None:
     points = [(row, matrix.entry(row, BYTES).measurement, matrix.entry(row, quality).measurement) for row in matrix.rows]
     if len({size.value for _, size, found in points if size and found}) < 2:
         return None
-    made, axes = figure(7.4, 4.2)
-    names = {name: COLORS[index % len(COLORS)] for index, name in enumerate(dict.fromkeys(label(matrix, row) for row, size, _ in points if size))}
+    called = {key: wrapped(name) for key, name in chart_names(matrix).items()}
+    names = {name: COLORS[index % len(COLORS)] for index, name in enumerate(dict.fromkeys(called[row.key] for row, size, _ in points if size))}
     depths = {depth: MARKERS[index % len(MARKERS)] for index, depth in enumerate(sorted({row.cell.layers for row, size, _ in points if size}))}
+    made, axes = figure(7.4, max(4.2, legend_height([*names, *map(str, depths)])))
     for row, size, found in points:
-        color, marker = names.get(label(matrix, row)), depths.get(row.cell.layers)
+        color, marker = names.get(called[row.key]), depths.get(row.cell.layers)
         if size is not None and found is not None:
             error = scaled(quality, found.stderr) if found.stderr is not None else None
             place = scaled(BYTES, size.value), scaled(quality, found.value)

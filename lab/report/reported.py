@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from lab.registered import QUANTITIES
 from lab.report.claims import Claims, Reported
 from lab.report.findings import spans
 from lab.report.language import Language
@@ -28,10 +29,10 @@ class ClaimSection:
 def claim_section(claims: Claims, lang: Language) -> ClaimSection:
     """Everything there is to say about the claims, in the file's order."""
     header = ["", lang("column.claim"), lang("column.reported_plain"), lang("column.ours"), lang("column.flags")]
-    rows = [[i.number, _about(i, lang), f"{i.figure} {i.claim.unit}", _ours(i, lang), ", ".join(i.marks) or "–"] for i in claims.items]
+    rows = [[i.number, _about(i, lang), f"{i.figure} {lang.unit(i.claim.unit)}", _ours(i, lang), ", ".join(i.marks) or "–"] for i in claims.items]
     flags = [lang("claims.flag", number=number, sentence=escape(flag.sentence(lang.code))) for number, flag in claims.flags]
     void = [
-        lang("claims.void_line", what=_about(i, lang), value=i.figure, unit=i.claim.unit, reason=escape(lang.text(i.claim.void)))
+        lang("claims.void_line", what=_about(i, lang), value=i.figure, unit=lang.unit(i.claim.unit), reason=escape(lang.text(i.claim.void)))
         for i in claims.items
         if i.claim.void
     ]
@@ -43,10 +44,16 @@ def _about(item: Reported, lang: Language) -> str:
 
 
 def _ours(item: Reported, lang: Language) -> str:
-    """Our value or the gap's status; where the claim names no cell of ours, that."""
+    """Our value or the gap's status; else why none can stand here: no metric of ours is like it, it is about another setup, or about a cell we have not."""
     if item.ours is None:
-        return lang("claims.no_cell")
-    return f"{short(item.ours)} {unit(item.ours.metric)}".rstrip() if item.ours.measurement else short(item.ours)
+        return lang(f"claims.{_not_ours(item)}")
+    return f"{short(item.ours)} {unit(item.ours.metric, lang)}".rstrip() if item.ours.measurement else short(item.ours)
+
+
+def _not_ours(item: Reported) -> str:
+    if item.claim.where:
+        return "no_cell" if item.row is None else "no_metric"
+    return "no_metric" if QUANTITIES[item.claim.quantity].beside is None else "another_setup"
 
 
 def _unknown(claims: Claims, lang: Language) -> list[str]:

@@ -35,7 +35,7 @@ def short_title(metric: str, lang: Language) -> str:
 
 def title(metric: str, lang: Language) -> str:
     """The metric's short name with its unit."""
-    return short_title(metric, lang) + (f", {unit(metric)}" if unit(metric) else "")
+    return short_title(metric, lang) + (f", {unit(metric, lang)}" if unit(metric) else "")
 
 
 def results(matrix: Matrix, claims: Claims, references: Mapping[str, str], lang: Language) -> list[Table]:

@@ -88,7 +88,7 @@ def _shares(matrix: Matrix, name: str, title: str, lang: Language) -> Table:
 
 def title(metric: str, lang: Language) -> str:
     """The metric's name with its unit."""
-    return lang.metric(metric) + (f", {unit(metric)}" if unit(metric) else "")
+    return lang.metric(metric) + (f", {unit(metric, lang)}" if unit(metric) else "")
 
 
 def _percent(share: float) -> str:

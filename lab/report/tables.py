@@ -17,9 +17,12 @@ from lab.report.numbers import short, status_word
 
 def label(matrix: Matrix, row: Row) -> str:
     """What tells the row from others of the same depth: its path, and any override its table does not share."""
-    shared = matrix.experiment.overrides
-    own = [f"{key}={value}" for key, value in row.point.items() if key not in {"path", "layers"} and key not in shared]
-    return " ".join([row.cell.path.name, *own])
+    return " ".join([row.cell.path.name, *(f"{key}={value}" for key, value in own_overrides(matrix, row).items())])
+
+
+def own_overrides(matrix: Matrix, row: Row) -> dict[str, str]:
+    """The row's overrides that its experiment does not share, without path and depth."""
+    return {key: value for key, value in row.point.items() if key not in {"path", "layers"} and key not in matrix.experiment.overrides}
 
 
 def named(matrix: Matrix, row: Row, lang: Language) -> str:

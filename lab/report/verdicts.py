@@ -19,6 +19,7 @@ from lab.likeness import beside, contrast, unlike
 from lab.matrix import Entry, Matrix, Row
 from lab.record import Measurement, Record, Status
 from lab.registered import Hypothesis, OrderCriterion, Overrides, Target, ValueCriterion, matches, pick
+from lab.report.fillers import gap_word
 from lab.report.language import Language
 from lab.report.numbers import as_registered, number, roofline, with_unit
 from lab.report.tables import named, place
@@ -78,14 +79,14 @@ def judge(matrix: Matrix, hypothesis: Hypothesis, lang: Language) -> Verdict:
     else:
         chosen = [(rule.where, rule.metric), *([rule.base] if rule.base else [])]
     entries = tuple(matrix.entry(_row(matrix, where), metric) for where, metric in chosen)
-    missing = [lang("verdict.is_gap", what=named(matrix, e.row, lang), status=e.gap.status) for e in entries if e.gap]
+    missing = [lang("verdict.is_gap", what=named(matrix, e.row, lang), status=gap_word(e.gap)) for e in entries if e.gap]
     if missing:
         return Verdict(hypothesis, "OPEN", lang("verdict.not_decided", gaps=lang.clauses(missing)), entries, ())
     records = [entry.row.current for entry in entries if entry.row.current]
     if apart := _apart(matrix, entries, records, lang):
         return Verdict(hypothesis, "OPEN", lang("verdict.not_decided", gaps=lang.clauses(apart)), entries, ())
     broken, unsure, remarks = _order(entries, lang) if isinstance(rule, OrderCriterion) else _value(rule, entries, lang)
-    others = dict.fromkeys(lang("verdict.records_differ", what=one.brief) for record in records[1:] for one in beside(records[0], record))
+    others = dict.fromkeys(lang("verdict.records_differ", what=lang.difference(one)) for record in records[1:] for one in beside(records[0], record))
     if broken or not unsure:
         return Verdict(hypothesis, "FAILS" if broken else "HOLDS", lang.clauses(broken), entries, (*unsure, *remarks, *others))
     return Verdict(hypothesis, "OPEN", lang("verdict.not_decided", gaps=lang.clauses(unsure)), entries, (*remarks, *others))
@@ -99,7 +100,7 @@ def _apart(matrix: Matrix, entries: tuple[Entry, ...], records: list[Record], la
             continue
         if reasons := unlike(records[0], record, entry.metric):
             a, b = (named(matrix, one.row, lang) for one in (entries[0], entry))
-            found.append(lang("verdict.not_comparable", a=a, b=b, what=lang.series(reason.brief for reason in reasons)))
+            found.append(lang("verdict.not_comparable", a=a, b=b, what=lang.series(lang.difference(reason) for reason in reasons)))
     return found
 
 
@@ -141,9 +142,9 @@ def _value(rule: ValueCriterion, entries: tuple[Entry, ...], lang: Language) -> 
     broken = (
         []
         if COMPARE[rule.comparison](found.value, limit)
-        else [lang("verdict.not_met", value=with_unit(rule.metric, found.value), comparison=rule.comparison, limit=with_unit(rule.metric, limit))]
+        else [lang("verdict.not_met", value=with_unit(rule.metric, found.value, lang), comparison=rule.comparison, limit=with_unit(rule.metric, limit, lang))]
     )
-    return _Judged(broken, remarks=[lang("verdict.straddles", limit=with_unit(rule.metric, limit))] if straddles(found, limit) else ())
+    return _Judged(broken, remarks=[lang("verdict.straddles", limit=with_unit(rule.metric, limit, lang))] if straddles(found, limit) else ())
 
 
 def straddles(found: Measurement, limit: float) -> bool:
@@ -164,10 +165,10 @@ def aimed(found: Measurement, target: Target) -> float | None:
     return found.value if target.of == "value" else found.roofline_pct
 
 
-def shown(found: Measurement, target: Target, with_its_unit: bool = True) -> str:
-    """That part as it is printed."""
+def shown(found: Measurement, target: Target, lang: Language | None = None) -> str:
+    """That part as it is printed, with its unit in words of `lang`; without `lang` a value has none."""
     if target.of == "value":
-        return (with_unit if with_its_unit else number)(target.metric, found.value)
+        return with_unit(target.metric, found.value, lang) if lang else number(target.metric, found.value)
     return roofline(found)
 
 
@@ -178,9 +179,9 @@ def across(found: Measurement, target: Target) -> bool:
     return bool(found.roofline_pct) and straddles(found, target.value * found.value / float(found.roofline_pct or 1))
 
 
-def limit_text(target: Target) -> str:
+def limit_text(target: Target, lang: Language) -> str:
     """The target's value with its unit."""
-    return as_registered(target.metric, target.value) if target.of == "value" else f"{target.value:.10g} %"
+    return as_registered(target.metric, target.value, lang) if target.of == "value" else f"{target.value:.10g} %"
 
 
 def _aim(entry: Entry, target: Target) -> Aim:
@@ -194,7 +195,7 @@ def _aim(entry: Entry, target: Target) -> Aim:
 
 def wanted(target: Target, lang: Language) -> str:
     """The target's value as a condition, such as `>= 90 tok/s`; said where one cell is enough."""
-    condition = f"{target.comparison} {limit_text(target)}" + (f" {lang('target.of_roofline')}" if target.of == "roofline" else "")
+    condition = f"{target.comparison} {limit_text(target, lang)}" + (f" {lang('target.of_roofline')}" if target.of == "roofline" else "")
     return lang("target.in_any", wanted=condition) if target.quantifier == "any" else condition
 
 
@@ -218,6 +219,6 @@ def criterion(rule: OrderCriterion | ValueCriterion, lang: Language) -> str:
         return lang("verdict.order_rule", metric=lang.metric(rule.metric), layers=rule.layers, order=" < ".join(rule.order))
     what = lang("verdict.of", metric=lang.metric(rule.metric), place=place(rule.where, lang))
     if rule.base is None:
-        return f"{what} {rule.comparison} {as_registered(rule.metric, rule.value)}"
+        return f"{what} {rule.comparison} {as_registered(rule.metric, rule.value, lang)}"
     base = lang.metric(rule.against_metric) if rule.against_metric is not None else place(rule.base[0], lang)
     return f"{what} {rule.comparison} {rule.value:g} × ({base})"

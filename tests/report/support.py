@@ -77,7 +77,8 @@ def section(text: str, number: int) -> str:
 def named_section(text: str, matrix: Matrix, language: str, name: str) -> str:
     """One section of a report by its name, wherever the experiment's chapters put it."""
     heading = next(heading for part in outline(matrix.experiment.chapters) for heading in part.headings if heading.section == name)
-    return text.split(f"\n## {load_language(language).heading(heading)}\n")[1].split("\n## ", maxsplit=1)[0]
+    level, _, rest = re.split(rf"\n(##+) {re.escape(load_language(language).heading(heading))}(\n)", text, maxsplit=1)[1:]
+    return re.split(rf"\n#{{2,{len(level)}}} ", rest, maxsplit=1)[0]
 
 
 def table_cells(text: str) -> list[str]:

@@ -236,3 +236,8 @@ def test_a_report_whose_attempts_were_all_withdrawn_may_take_its_numbers_down(tm
     refuse_loss({"reports/small.md": file}, nothing, 1)
     with pytest.raises(LabError, match="does not say what it shows"):
         refuse_loss({"reports/small.md": file}, nothing, 0)
+
+
+def test_the_contents_of_a_page_name_sections_and_those_inside_chapters() -> None:
+    found = Page(page("# t\n\n## 3. Chapter\n\n### 3.1 Section\n\n#### Part\n\n## 4. Other\n\n### 6 layers\n", {}, "en"))
+    assert found.links == ["#3-chapter", "#31-section", "#4-other"]

@@ -149,7 +149,7 @@ def test_claims_are_counted_by_what_stands_beside_them(flash: Matrix, texts: dic
 def test_the_second_stage_is_told_in_the_posts_own_order() -> None:
     """Its sections, 1 to 6 with 3.1 and 3.2, by the words of their titles; what it has no section for comes after them, and nothing is left away."""
     text = stage_text("kestrel_8b", "zh")
-    found = re.findall(r"^## (\d+(?:\.\d+)?)\.? (.+)$", text, re.MULTILINE)
+    found = re.findall(r"^(?:## (?=\d+\. )|### (?=\d+\.\d+ ))([\d.]*\d)\.? (.+)$", text, re.MULTILINE)
     posts = {"1": "问题与结论", "2": "为什么要走这一步", "3": "核心机制", "3.1": "布局标志不匹配", "3.2": "双侧都要配足"}
     posts |= {"4": "实测数据", "5": "边界与已知限制", "6": "小结"}
     titles = dict(found)
