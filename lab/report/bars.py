@@ -91,7 +91,8 @@ def steps_chart(matrix: Matrix, verdict: Verdict) -> str | None:
     limit = None
     if isinstance(rule, ValueCriterion) and (rule.base is None or base is not None):
         limit = rule.value * (base.value if base is not None else 1.0)
-    slots = [Slot(_name(matrix, entry), entry) for entry in verdict.entries]
+    several = len({entry.metric for entry in verdict.entries}) > 1  # of one cell: two bars of one name
+    slots = [Slot(_name(matrix, entry, f": {entry.metric}" if several else ""), entry) for entry in verdict.entries]
     return _bars(rule.metric, slots, limit, f"{matrix.experiment.name}, {verdict.hypothesis.id}: {verdict.word}")
 
 

@@ -20,7 +20,7 @@ from lab.report.language import Language
 from lab.report.markup import Table, escape
 from lab.report.numbers import full, number, short, significant, status_word, unit, with_error
 from lab.report.results import title
-from lab.report.tables import by_depth, label, named
+from lab.report.tables import by_depth, label, named, told_apart
 from lab.report.verdicts import Verdict
 from lab.stats import Comparison
 
@@ -113,10 +113,11 @@ def steps(matrix: Matrix, verdict: Verdict, lang: Language) -> Table:
     floors = [noise_floor(entry) for entry in verdict.entries]
     with_floor = any(floor != "–" for floor in floors)
     rows = []
-    for entry, floor in zip(verdict.entries, floors, strict=True):
-        values = (short(matrix.entry(entry.row, name)) for name in extra)
-        rows.append([escape(named(matrix, entry.row, lang)), with_error(entry), *values, *([floor] if with_floor else [])])
-    header = [lang("column.path"), title(metric, lang), *(lang.metric(name) for name in extra)]
+    for entry, name, floor in zip(verdict.entries, told_apart(matrix, verdict.entries, lang), floors, strict=True):
+        values = (short(matrix.entry(entry.row, other)) for other in extra)
+        rows.append([escape(name), with_error(entry), *values, *([floor] if with_floor else [])])
+    one = len({entry.metric for entry in verdict.entries}) == 1
+    header = [lang("column.path"), title(metric, lang) if one else unit(metric, lang), *(lang.metric(name) for name in extra)]
     return Table("", [*header, *([lang("column.noise_floor")] if with_floor else [])], rows)
 
 

@@ -6,7 +6,7 @@ without a path in each cell of a table. Layout says nothing about validity.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from lab.matrix import Entry, Matrix, Row
@@ -28,6 +28,13 @@ def own_overrides(matrix: Matrix, row: Row) -> dict[str, str]:
 def named(matrix: Matrix, row: Row, lang: Language) -> str:
     """The row's label with its depth."""
     return lang("at_depth", what=label(matrix, row), layers=row.cell.layers)
+
+
+def told_apart(matrix: Matrix, entries: Sequence[Entry], lang: Language) -> list[str]:
+    """The entries' rows by name, with the metric where they are of more than one: of one cell, two metrics would read alike."""
+    several = len({entry.metric for entry in entries}) > 1
+    names = [named(matrix, entry.row, lang) for entry in entries]
+    return [lang("verdict.of", metric=lang.metric(entry.metric), place=name) if several else name for entry, name in zip(entries, names, strict=True)]
 
 
 def place(where: Mapping[str, str | int | float | bool], lang: Language) -> str:

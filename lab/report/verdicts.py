@@ -22,7 +22,7 @@ from lab.registered import Hypothesis, OrderCriterion, Overrides, Target, ValueC
 from lab.report.fillers import gap_word
 from lab.report.language import Language
 from lab.report.numbers import as_registered, number, roofline, with_unit
-from lab.report.tables import named, place
+from lab.report.tables import named, place, told_apart
 from lab.standing import age
 from lab.stats import NOT_SEPARATED
 
@@ -79,7 +79,8 @@ def judge(matrix: Matrix, hypothesis: Hypothesis, lang: Language) -> Verdict:
     else:
         chosen = [(rule.where, rule.metric), *([rule.base] if rule.base else [])]
     entries = tuple(matrix.entry(_row(matrix, where), metric) for where, metric in chosen)
-    missing = [lang("verdict.is_gap", what=named(matrix, e.row, lang), status=gap_word(e.gap)) for e in entries if e.gap]
+    names = told_apart(matrix, entries, lang)
+    missing = [lang("verdict.is_gap", what=name, status=gap_word(e.gap)) for name, e in zip(names, entries, strict=True) if e.gap]
     if missing:
         return Verdict(hypothesis, "OPEN", lang("verdict.not_decided", gaps=lang.clauses(missing)), entries, ())
     records = [entry.row.current for entry in entries if entry.row.current]

@@ -22,7 +22,7 @@ from lab.report.overview import questions, target_sections
 from lab.report.tables import references
 from lab.report.verdicts import fixed, judge, judge_target, straddles
 from tests.matrix_helpers import PROVENANCE, SMALL, cell, complete, compose, measured, record, small
-from tests.report.support import EN, ladder, section, text_of
+from tests.report.support import EN, ladder, section, stage, text_of
 from tests.runner_helpers import ROOT
 
 TARGET = "targets:\n  - {metric: pp512_tok_s, comparison: '>=', value: 90, unit: tok/s, source: the post, where: {layers: 6}}\n"
@@ -117,6 +117,16 @@ def test_a_limit_inside_the_spread_is_a_remark(experiment: Experiment) -> None:
     verdict = judge(matrix, experiment.hypotheses[2], EN)
     assert verdict.word == "HOLDS" and verdict.remarks == ("the measurement's own spread lies on both sides of 90.0 tok/s",)
     assert straddles(Measurement(value=5, unit="ppl", protocol="p", stderr=0.6), 6.0) and not straddles(Measurement(value=5, unit="ppl", protocol="p"), 5.0)
+
+
+def test_two_metrics_of_one_cell_are_told_apart() -> None:
+    matrix = stage("flash_next_h200")
+    hypothesis = next(one for one in matrix.experiment.hypotheses if one.id == "four-together-pay")
+    verdict = judge(matrix, hypothesis, EN)
+    together, alone = "Decode of 4 sequences together, total (expert_q2, 48 layers)", "Decode, 128 tokens (expert_q2, 48 layers)"
+    assert verdict.why == f"not decided: {together} is NOT_RUN; {alone} is NOT_RUN"
+    found = steps(matrix, verdict, EN)
+    assert found.header == ["Path", "tok/s"] and [row[0] for row in found.rows] == [together, alone]
 
 
 def test_the_steps_show_cosines_and_the_noise_floor_where_measured(experiment: Experiment) -> None:
