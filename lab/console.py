@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lab.cell import Cell
 from lab.metrics import METRICS
+from lab.preflight import unsupported
 from lab.project import Project
 from lab.record import Measurement, Status
 from lab.report.fillers import filler
@@ -65,8 +67,12 @@ def print_result(project: Project, done: CellRun, stream: TextIO | None = None) 
         out.print("resident: " + escape("; ".join(rows)), soft_wrap=True)
     for note in record.notes:
         out.print(f"note: {escape(note)}", soft_wrap=True)
-    # A failed cell's gaps have one reason; of an OK one each has its own, and some no command fills.
-    for command in dict.fromkeys(fill for gap in record.gaps.values() if (fill := filler(gap))):
+    if record.status is Status.UNSUPPORTED and unsupported(Cell.model_validate(record.cell)):
+        out.print("no command fills these gaps as the cell stands: the reason says what to change")
+        commands = []
+    else:  # a failed cell's gaps have one reason; of an OK one each has its own, and some no command fills
+        commands = list(dict.fromkeys(fill for gap in record.gaps.values() if (fill := filler(gap))))
+    for command in commands:
         out.print(f"to fill the gaps: {escape(command)}", soft_wrap=True)
     for line in where(project, done):
         out.print(escape(line), soft_wrap=True)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from lab.compose import compose_cells
 from lab.console import print_result
 from lab.matrix import Matrix, build_matrix
 from lab.parcels import read_parcels
@@ -70,7 +71,9 @@ def test_a_stage_tells_what_its_commands_need_and_offers_none_for_what_is_not_as
     part = named_section(stage_text("kestrel_8b", language), stage("kestrel_8b"), language, "gaps")
     groups = dict(re.findall(r"^#### (NOT_RUN|N/A)[ （(]+\d+[)）]\n(.*?)(?=^#### |\Z)", part, re.MULTILINE | re.DOTALL))
     assert part.count("`python -m lab run model=") == groups["NOT_RUN"].count("`python -m lab run model=") == 4
-    assert first in groups["NOT_RUN"] and "artifact=FILE.vqf" in groups["NOT_RUN"]
+    assert first not in part and groups["NOT_RUN"].count(" artifact=models/qwen3_8b/qwen3_8b-q4.vqf") == 4
+    others = named_section(stage_text("flash_next_r9700", language), stage("flash_next_r9700"), language, "gaps")
+    assert first in others and "artifact=FILE.gguf" in others
     assert (EN if language == "en" else ZH)("gaps.not_asked") in groups["N/A"] and "UNSUPPORTED (" not in part
     assert (EN if language == "en" else ZH).gloss(Status.UNSUPPORTED) not in part
 
@@ -99,6 +102,10 @@ def test_the_end_of_a_run_offers_no_command_for_what_none_fills() -> None:
     assert shown(owed).count("to fill the gaps:") == 1 and f"to fill the gaps: {RUN}\n" in shown(owed)
     refused = record(cell("fine"), status=Status.ARTIFACT_REFUSED, gaps={"ppl": gap(Status.ARTIFACT_REFUSED, f"flags differ: {CONVERT}")})
     assert f"to fill the gaps: {CONVERT}\n" in shown(refused) and RUN not in shown(refused)
+    for words, offered in ((("path=tiered", "device=cpu"), False), (("path=expert_q2", "device=h200"), True)):
+        (cell_given,) = compose_cells(["model=nano", "layers=3", *words])
+        stopped = record(cell_given, status=Status.UNSUPPORTED, gaps={"ppl": gap(Status.UNSUPPORTED, "as the cell is, or where it is")})
+        assert ("to fill the gaps" in shown(stopped)) == offered != ("no command fills these gaps as the cell stands" in shown(stopped))
 
 
 @pytest.mark.parametrize(("lang", "at", "taken"), [(EN, "first flip at", "True"), (ZH, "首个翻转位置", "是")])
