@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lab.kernels.backend import chain_ptx, inputs_ready, interpreted, jit, launch_options, let_next_start, require, require_gpu
+from lab.kernels.cache_step import joined
 from lab.kernels.quads import quad_place
 
 _TILE = 32  # keys per step of one program
@@ -127,11 +128,7 @@ def _combine_kernel(
     inputs_ready(PTX)
     number, place = tl.arange(0, PIECES), tl.arange(0, D)
     at = (sequence * HEADS + head) * PIECES + number
-    top = tl.load(stat_ptr + at * 2)
-    total = tl.load(stat_ptr + at * 2 + 1)
-    share = tl.where(total > 0, tl.exp(top - tl.max(top, axis=0)), 0.0)
-    part = tl.load(part_ptr + at[:, None] * D + place[None, :], mask=(total > 0)[:, None], other=0)
-    read = tl.sum(part * share[:, None], axis=0) / tl.sum(total * share, axis=0)
+    read = joined(part_ptr, stat_ptr, at, place, D)
     gate = tl.load(mixed_ptr + sequence * (HEADS * 2 * D + 2 * KV * D) + head * 2 * D + D + place).to(tl.float32)
     kind: tl.constexpr = mixed_ptr.dtype.element_ty
     value = (read.to(kind).to(tl.float32) * (1.0 / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)).to(kind)

@@ -95,6 +95,17 @@ def _attend_kernel(
 
 
 @jit
+def joined(part_ptr: tl.tensor, stat_ptr: tl.tensor, at: tl.tensor, place: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """float32 [D]: the pieces `at` of one head joined by their maxima and sums. Pieces beyond the length wrote no part, and a sum of zero."""
+    top = tl.load(stat_ptr + at * 2)
+    total = tl.load(stat_ptr + at * 2 + 1)
+    share = tl.where(total > 0, tl.exp(top - tl.max(top, axis=0)), 0.0)
+    part = tl.load(part_ptr + at[:, None] * D + place[None, :], mask=(total > 0)[:, None], other=0)
+    read = tl.sum(part * share[:, None], axis=0) / tl.sum(total * share, axis=0)
+    return read
+
+
+@jit
 def _combine_kernel(
     part_ptr: tl.tensor, stat_ptr: tl.tensor, out_ptr: tl.tensor, HEADS: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr, PTX: tl.constexpr
 ) -> None:
@@ -103,11 +114,7 @@ def _combine_kernel(
     wait_for_inputs(PTX)
     place = tl.arange(0, D)
     at = row * PIECES + tl.arange(0, PIECES)
-    top = tl.load(stat_ptr + at * 2)
-    total = tl.load(stat_ptr + at * 2 + 1)
-    share = tl.where(total > 0, tl.exp(top - tl.max(top, axis=0)), 0.0)
-    part = tl.load(part_ptr + at[:, None] * D + place[None, :], mask=(total > 0)[:, None], other=0)
-    read = tl.sum(part * share[:, None], axis=0) / tl.sum(total * share, axis=0)
+    read = joined(part_ptr, stat_ptr, at, place, D)
     tl.store(out_ptr + row * D + place, read.to(out_ptr.dtype.element_ty))
 
 

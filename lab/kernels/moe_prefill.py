@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lab.kernels.backend import jit, require, require_gpu
+from lab.kernels.rows_step import choose_experts
 
 _SLOTS = 256  # slots of one grouping program
 TILES = (16, 32, 64, 96, 128)
@@ -29,26 +30,7 @@ def _route_kernel(
     """Program (token): the TOPK largest of EXPERTS 16-bit logits, their softmax weights, and the sigmoid of the logit after them."""
     token = tl.program_id(0)
     row = logits_ptr + token.to(tl.int64) * stride
-    expert = tl.arange(0, WIDTH)
-    stored = tl.load(row + expert, mask=expert < EXPERTS, other=float("-inf"))
-    value = stored.to(tl.float32)
-    bits = stored.to(tl.int16, bitcast=True).to(tl.int32)
-    # A 16-bit float orders like its bits once a negative one's other bits are turned over; below them the expert's number, turned over too.
-    key = tl.where(expert < EXPERTS, ((bits ^ tl.where(bits < 0, 0x7FFF, 0)) << 16) | (0xFFFF - expert), -2147483648)
-    top = tl.max(value, axis=0)
-    full = tl.sum(tl.exp(value - top), axis=0)
-    place = tl.arange(0, PLACES)
-    numbers = tl.full([PLACES], 0, dtype=tl.int32)
-    for i in tl.static_range(TOPK):
-        best = tl.max(key, axis=0)
-        numbers = tl.where(place == i, 0xFFFF - (best & 0xFFFF), numbers)
-        key = tl.where(key == best, -2147483648, key)
-    chosen = tl.load(row + numbers, mask=place < TOPK, other=float("-inf")).to(tl.float32)
-    weight = tl.exp(chosen - top)
-    total = tl.sum(weight, axis=0) + 0.0 * full if NORMALISE else full  # `full` carries any logit's NaN
-    tl.store(ids_ptr + token * TOPK + place, numbers, mask=place < TOPK)
-    tl.store(weights_ptr + token * TOPK + place, weight / total, mask=place < TOPK)
-    tl.store(share_ptr + token, 1.0 / (1.0 + tl.exp(-tl.load(row + EXPERTS).to(tl.float32))))
+    choose_experts(row, ids_ptr, weights_ptr, share_ptr, token, EXPERTS, TOPK, PLACES, WIDTH, NORMALISE)
 
 
 @dataclass(frozen=True)

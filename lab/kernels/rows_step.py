@@ -34,15 +34,13 @@ def _rows_kernel(
 
 
 @jit
-def _choose_kernel(
-    logits_ptr: tl.tensor, ids_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor, EXPERTS: tl.constexpr, STRIDE: tl.constexpr,
-    TOPK: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, NORMALISE: tl.constexpr, PTX: tl.constexpr,
+def choose_experts(
+    row: tl.tensor, ids_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor, token: tl.tensor, EXPERTS: tl.constexpr, TOPK: tl.constexpr,
+    PLACES: tl.constexpr, WIDTH: tl.constexpr, NORMALISE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (token): the TOPK largest of EXPERTS logits, their softmax weights, and the sigmoid of the logit after them."""
-    token = tl.program_id(0)
-    wait_for_inputs(PTX)
+    """Of one token whose 16-bit logits begin at `row`: the TOPK largest of EXPERTS, their softmax weights, and the sigmoid of the logit after them."""
     expert = tl.arange(0, WIDTH)
-    stored = tl.load(logits_ptr + token * STRIDE + expert, mask=expert < EXPERTS, other=float("-inf"))
+    stored = tl.load(row + expert, mask=expert < EXPERTS, other=float("-inf"))
     value = stored.to(tl.float32)
     bits = stored.to(tl.int16, bitcast=True).to(tl.int32)
     # A 16-bit float orders like its bits once a negative one's other bits are turned over; below them the expert's number, turned over too.
@@ -55,13 +53,23 @@ def _choose_kernel(
         best = tl.max(key, axis=0)
         numbers = tl.where(place == i, 0xFFFF - (best & 0xFFFF), numbers)
         key = tl.where(key == best, -2147483648, key)
-    chosen = tl.load(logits_ptr + token * STRIDE + numbers, mask=place < TOPK, other=float("-inf")).to(tl.float32)
+    chosen = tl.load(row + numbers, mask=place < TOPK, other=float("-inf")).to(tl.float32)
     weight = tl.exp(chosen - top)
     total = tl.sum(weight, axis=0) + 0.0 * full if NORMALISE else full  # `full` carries any logit's NaN
     tl.store(ids_ptr + token * TOPK + place, numbers, mask=place < TOPK)
     tl.store(weights_ptr + token * TOPK + place, weight / total, mask=place < TOPK)
-    gate = tl.load(logits_ptr + token * STRIDE + EXPERTS).to(tl.float32)
-    tl.store(share_ptr + token, 1.0 / (1.0 + tl.exp(-gate)))
+    tl.store(share_ptr + token, 1.0 / (1.0 + tl.exp(-tl.load(row + EXPERTS).to(tl.float32))))
+
+
+@jit
+def _choose_kernel(
+    logits_ptr: tl.tensor, ids_ptr: tl.tensor, weights_ptr: tl.tensor, share_ptr: tl.tensor, EXPERTS: tl.constexpr, STRIDE: tl.constexpr,
+    TOPK: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr, NORMALISE: tl.constexpr, PTX: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (token): `choose_experts` of its logits."""
+    token = tl.program_id(0)
+    wait_for_inputs(PTX)
+    choose_experts(logits_ptr + token * STRIDE, ids_ptr, weights_ptr, share_ptr, token, EXPERTS, TOPK, PLACES, WIDTH, NORMALISE)
 
 
 def small_product(x: Tensor, weight: Tensor) -> Tensor:
