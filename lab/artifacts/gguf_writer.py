@@ -9,7 +9,6 @@ What it does not prove: that the bytes are the right ones; the caller reads the 
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.artifacts.gguf_layout import padded
-from lab.artifacts.publish import aside_of, publish, sync_folder
+from lab.artifacts.publish import aside_of, check_room, check_target, folders, publish, sync_folder
 from lab.codecs.gguf_types import GgufType
 from lab.errors import LabError, flat
 
@@ -100,17 +99,13 @@ def writing(
 ) -> Iterator[TensorSink]:
     """A sink for the tensors' bytes. When the block ends well, the file is synced, `check` is called on it, and only then it has its name.
 
-    Raises LabError where `path` exists (without `force`), its folder is missing or the disk is too small or fails; nothing is left then, or after
-    any other exception. What `check` raises passes through.
+    Makes the folder. Raises LabError where `path` exists (without `force`) or cannot become a file, or the disk is too small or fails; nothing is left then,
+    or after any other exception. What `check` raises passes through.
     """
-    if path.exists() and not force:
-        raise LabError(f"{path} exists; choose another name or say --force")
-    size = total_bytes(metadata, tensors)
+    check_target(path, force)
+    check_room(path, total_bytes(metadata, tensors))
     try:
-        free = shutil.disk_usage(path.parent).free
-        if size > free:
-            raise LabError(f"{path}: needs {size} bytes, {path.parent} has {free} free; make room or write elsewhere")
-        with _aside(path) as (handle, name_it):
+        with folders(path.parent), _aside(path) as (handle, name_it):
             _write_all(handle, memoryview(header(metadata, tensors)))
             sink = TensorSink(handle, tensors)
             yield sink

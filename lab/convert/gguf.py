@@ -24,6 +24,7 @@ from rich.table import Table
 from lab.artifacts.gguf import open_gguf
 from lab.artifacts.gguf_writer import MetaValue, Planned, TensorSink, writing
 from lab.artifacts.hf import HfArtifact
+from lab.artifacts.publish import check_target
 from lab.codecs import create, verify_encoding
 from lab.codecs.gguf import PART
 from lab.codecs.gguf_types import TYPES, GgufType
@@ -80,8 +81,7 @@ def convert(source: Path, target: Path, plan_path: Path, force: bool = False, de
     data = config_json(source / "config.json") if source.is_dir() else {}
     if source.is_dir() and data.get("model_type") not in MODEL_TYPES:
         raise LabError(f"{source / 'config.json'}: model_type {data.get('model_type')!r}; only qwen4_exp can be written as GGUF yet")
-    if target.is_dir() or (target.exists() and not force):
-        raise LabError(f"{target} is a folder; name a file in it" if target.is_dir() else f"{target} exists; choose another name or say --force")
+    check_target(target, force)
     artifact = HfArtifact(source, "qwen4_exp")
     config = artifact.config()
     assert isinstance(config, Qwen4ExpConfig)

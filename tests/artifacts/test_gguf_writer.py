@@ -153,9 +153,17 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(LabError, match=r"x\.gguf: cannot be written \(No such file"):
-        _write(tmp_path / "none" / "x.gguf")
+def test_a_folder_that_is_missing_is_made_and_goes_again_where_the_file_fails(tmp_path: Path) -> None:
+    def refused(aside: Path) -> None:
+        raise LabError("not good")
+
+    with pytest.raises(LabError, match="not good"):
+        _write(tmp_path / "none" / "deeper" / "x.gguf", refused)
+    assert not list(tmp_path.iterdir())
+    _write(tmp_path / "none" / "deeper" / "x.gguf")
+    assert [each.name for each in (tmp_path / "none" / "deeper").iterdir()] == ["x.gguf"]
+    with pytest.raises(LabError, match=r"y\.gguf: .*x\.gguf is no folder; choose another name"):
+        _write(tmp_path / "none" / "deeper" / "x.gguf" / "y.gguf")
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
