@@ -21,7 +21,7 @@ from lab.metrics import METRICS
 from lab.preflight import unsupported
 from lab.project import Project
 from lab.record import Measurement, Status
-from lab.report.fillers import filler
+from lab.report.fillers import NOT_ASKED, asked, filler
 from lab.runner import CellRun
 
 _MIN_WIDTH = 140
@@ -48,6 +48,7 @@ def print_result(project: Project, done: CellRun, stream: TextIO | None = None) 
     table = Table(title=f"{record.cell_id}  attempt {record.attempt:03d}  {record.status}", box=box.SIMPLE_HEAD, title_justify="left")
     for name, right in (("metric", False), ("value", True), ("\\[min, max]", False), ("roofline", True), ("", False)):
         table.add_column(name, justify="right" if right else "left", overflow="fold")
+    told = ""
     for name, metric in METRICS.items():
         if metric.optional and name not in record.metrics and name not in record.gaps:
             continue
@@ -56,7 +57,10 @@ def print_result(project: Project, done: CellRun, stream: TextIO | None = None) 
             share = f"{found.roofline_pct:.1f} %" if found.roofline_pct is not None else ""
             table.add_row(metric.title, _value(found), _spread(found), share, "")
         elif record.status is Status.OK and name in record.gaps:
-            table.add_row(metric.title, "GAP", "", "", escape(f"{record.gaps[name].status}: {record.gaps[name].reason}"))
+            gap = record.gaps[name]
+            why = f"{gap.status}: {gap.reason}" if asked(gap) else gap.reason
+            table.add_row(metric.title, "GAP" if asked(gap) else NOT_ASKED, "", "", "as above" if why == told else escape(why))
+            told = why
         else:
             table.add_row(metric.title, "GAP", "", "", "")
     out.print(table)

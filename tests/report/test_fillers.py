@@ -97,7 +97,9 @@ def test_the_end_of_a_run_offers_no_command_for_what_none_fills() -> None:
         "greedy_match_tokens": gap(Status.UNSUPPORTED, "not applicable: CPU"),
     }
     good = record(cell("fine"), {"ppl": measured("ppl", 20.0)}, gaps=free)
-    assert "to fill the gaps" not in shown(good) and "not applicable: nothing encoded" in shown(good)
+    assert "to fill the gaps" not in shown(good) and "not applicable: nothing encoded" in shown(good) and shown(good).count("N/A  ") == 2
+    twice = record(cell("fine"), {"ppl": measured("ppl", 20.0)}, gaps=dict.fromkeys(("kld_mean", "kld_p99", "top1_agreement"), gap(Status.OOM, "full up")))
+    assert shown(twice).count("OOM: full up") == 1 and shown(twice).count("as above") == 2
     owed = record(cell("fine"), {"ppl": measured("ppl", 20.0)}, gaps={**free, "kld_mean": gap(Status.OOM, "full"), "kld_p99": gap(Status.OOM, "full")})
     assert shown(owed).count("to fill the gaps:") == 1 and f"to fill the gaps: {RUN}\n" in shown(owed)
     refused = record(cell("fine"), status=Status.ARTIFACT_REFUSED, gaps={"ppl": gap(Status.ARTIFACT_REFUSED, f"flags differ: {CONVERT}")})
