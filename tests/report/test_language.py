@@ -17,7 +17,7 @@ from lab.report.build import TEMPLATES
 from lab.report.gaps import RULES
 from lab.report.language import FOLDER, load_language
 from lab.report.recorded import FILE
-from tests.report.support import EN, ZH
+from tests.report.support import EN, EXPERIMENTS, ZH
 
 NAMES = ("metrics.", "quantities.")
 """English names of these are in `lab.metrics` and `lab.registered`; only other languages have them in the catalogue."""
@@ -99,8 +99,8 @@ def lab_strings() -> str:
 
 
 def test_what_is_told_of_records_in_chinese_is_what_the_lab_writes() -> None:
-    """Every fixed piece of a pattern stands in a string of the code; every translation is Chinese, with the pattern's fields."""
-    strings = lab_strings()
+    """Every fixed piece of a pattern stands in a string of the code or in a registered experiment; every translation is Chinese, with the pattern's fields."""
+    strings = lab_strings() + "\n".join(file.read_text(encoding="utf-8") for file in sorted(EXPERIMENTS.glob("*.yaml")))
     for entry in yaml.safe_load(FILE.read_text(encoding="utf-8")):
         for fixed, _, _, _ in Formatter().parse(entry["en"]):
             for piece in re.split(r"; (?=at the least)|(?<=experts)(?=, and)", fixed):
@@ -108,6 +108,13 @@ def test_what_is_told_of_records_in_chinese_is_what_the_lab_writes() -> None:
                 assert words in strings or words.replace(" ", "_") in strings, f"no code writes {piece!r}"
         assert fields(entry["en"]) == fields(entry["zh"])
         assert re.search(r"[一-鿿]", entry["zh"]) and not re.search(r"[一-鿿][,:;?()]|[,:;?()][一-鿿]", entry["zh"]), entry["zh"]
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in EXPERIMENTS.glob("*.yaml")))
+def test_the_reasons_of_what_a_registered_experiment_does_not_ask_for_are_told_in_chinese(name: str) -> None:
+    data = yaml.safe_load((EXPERIMENTS / f"{name}.yaml").read_text(encoding="utf-8"))
+    for reason in {entry["reason"] for entry in data.get("not_owed", [])}:
+        assert not re.search(r"[a-z]{3,} [a-z]{2,} [a-z]{2,}", ZH.reason(f"not applicable: {reason}", {})), reason
 
 
 def test_a_recorded_sentence_of_the_labs_own_is_translated_with_its_parts_and_anything_else_is_left() -> None:
