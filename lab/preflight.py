@@ -76,7 +76,7 @@ def _elsewhere(cell: Cell) -> str | None:
     """Why the cell's device is not here, or None."""
     if not is_expected(cell.device.expect, here := accelerators()):
         return f"device={cell.device.name} is not here: this machine has {', '.join(here) or 'no accelerator'}"
-    if cell.engine in ("local", "transformers") and cell.device.torch_device.startswith("cuda") and not shows_gpu():
+    if cell.engine in ("local", "transformers") and cell.device.torch_device.startswith("cuda") and not here and not shows_gpu():
         return f"device={cell.device.name} is not here: this machine shows no GPU, or CUDA_VISIBLE_DEVICES hides it; choose device=cpu"
     return None
 

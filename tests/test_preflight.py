@@ -55,3 +55,13 @@ def test_a_servers_own_placement_is_its_own_affair() -> None:
 )
 def test_a_path_that_runs_the_file_is_clear(words: tuple[str, ...]) -> None:
     assert clear(PROJECT, cell_of(PROJECT, *words), force=False).stop is None
+
+
+@pytest.mark.parametrize(("names", "nodes", "stopped"), [((), False, True), ((), True, False), (("NVIDIA H200",), False, False)])
+def test_a_gpu_that_nothing_shows_is_not_here(names: tuple[str, ...], nodes: bool, stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name under /proc or a node under /dev is enough: containers may lack either."""
+    monkeypatch.setattr("lab.preflight.accelerators", lambda: names)
+    monkeypatch.setattr("lab.preflight.shows_gpu", lambda: nodes)
+    stop = clear(PROJECT, cell_of(PROJECT, "path=expert_q2", "layers=3", "device=cuda"), force=False).stop
+    assert (stop is not None) == stopped and (stop is None or (stop[0] is Status.UNSUPPORTED and "device=cuda is not here" in stop[1]))
+    assert clear(PROJECT, cell_of(PROJECT, "path=expert_q2", "layers=3", "device=cpu"), force=False).stop is None
