@@ -62,6 +62,7 @@ def test_a_gpu_that_nothing_shows_is_not_here(names: tuple[str, ...], nodes: boo
     """A name under /proc or a node under /dev is enough: containers may lack either."""
     monkeypatch.setattr("lab.preflight.accelerators", lambda: names)
     monkeypatch.setattr("lab.preflight.shows_gpu", lambda: nodes)
-    stop = clear(PROJECT, cell_of(PROJECT, "path=expert_q2", "layers=3", "device=cuda"), force=False).stop
+    on_gpu, on_cpu = (compose_cells(["path=expert_q2", "layers=3", device], PROJECT)[0] for device in ("device=cuda", "device=cpu"))
+    stop = clear(PROJECT, on_gpu, force=False).stop
     assert (stop is not None) == stopped and (stop is None or (stop[0] is Status.UNSUPPORTED and "device=cuda is not here" in stop[1]))
-    assert clear(PROJECT, cell_of(PROJECT, "path=expert_q2", "layers=3", "device=cpu"), force=False).stop is None
+    assert clear(PROJECT, on_cpu, force=False).stop is None
