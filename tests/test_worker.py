@@ -321,6 +321,19 @@ def test_machine_bounds_are_measured_once_and_a_torn_file_again(tmp_path: Path, 
         machine_bounds(cpu, torch.float32, 1, tmp_path)
 
 
+@pytest.mark.parametrize(("device", "percent", "kept"), [("cpu", 40.0, False), ("cuda", 40.0, True), ("cuda", 60.0, False)])
+def test_bounds_of_a_gpu_are_kept_beside_a_cell_on_its_neighbour(
+    device: str, percent: float, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = SimpleNamespace(returncode=0, stdout='{"read_bytes_s": 1e12, "flops_s": 1e14, "bus_bytes_s": 5e10}')
+    monkeypatch.setattr("lab.measure.machine.subprocess.run", lambda *_, **__: told)
+    monkeypatch.setattr("lab.measure.machine.psutil.cpu_percent", lambda interval: percent)
+    monkeypatch.setattr("lab.measure.machine.psutil.cpu_count", lambda: 32)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")
+    found = machine_bounds(torch.device(device), torch.bfloat16, 1, tmp_path)
+    assert bool(list(tmp_path.glob("machine-*.json"))) == kept == ("others_busy_cores" not in found)
+
+
 def test_a_failed_reference_leaves_divergence_a_gap(root: Path, tmp_path: Path) -> None:
     """A cache that cannot be written (here: a file in its place) costs the divergence, nothing else."""
     blocked = tmp_path / "file"

@@ -26,7 +26,9 @@ from lab.record import Status
 _VERSION = 2
 _LOOK_S = 0.3
 _IDLE_CORES = 0.3
-"""Cores that others may use while bounds are measured that are to be kept."""
+"""Cores that others may use while bounds of a CPU are measured that are to be kept."""
+_BESIDE_A_GPU = 0.5
+"""Share of the cores for those of a GPU, whose reading and arithmetic do not need them: cells on its neighbours may run."""
 
 
 def machine_bounds(device: torch.device, dtype: torch.dtype, threads: int, cache: Path) -> dict[str, Any]:
@@ -52,13 +54,16 @@ def machine_bounds(device: torch.device, dtype: torch.dtype, threads: int, cache
                 return kept
         except (OSError, ValueError, AttributeError) as error:
             print(f"{path.name}: not readable ({error}); measuring again", file=sys.stderr)
-    busy = psutil.cpu_percent(interval=_LOOK_S) / 100 * (psutil.cpu_count() or 1)
+    cores = psutil.cpu_count() or 1
+    busy = psutil.cpu_percent(interval=_LOOK_S) / 100 * cores
     command = [sys.executable, "-m", "lab.measure.machine", str(device), str(dtype).removeprefix("torch."), str(threads)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise GapError(Status.INFRA, f"measuring this machine's bandwidth failed with exit code {done.returncode}; the attempt's log says why")
     bounds: dict[str, Any] = {**identity, **json.loads(done.stdout), "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    if busy > _IDLE_CORES:  # bounds of a shared machine are too low, and would make every later rate look impossible
+    if busy > (
+        _IDLE_CORES if device.type == "cpu" else max(_IDLE_CORES, _BESIDE_A_GPU * cores)
+    ):  # bounds of a shared machine are too low, and would make every later rate look impossible
         print(f"machine bounds are not kept: others used {busy:.1f} cores when they were measured", file=sys.stderr)
         return bounds | {"others_busy_cores": round(busy, 1)}
     try:
