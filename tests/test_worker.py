@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -322,9 +323,7 @@ def test_machine_bounds_are_measured_once_and_a_torn_file_again(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("device", "percent", "kept"), [("cpu", 40.0, False), ("cuda", 40.0, True), ("cuda", 60.0, False)])
-def test_bounds_of_a_gpu_are_kept_beside_a_cell_on_its_neighbour(
-    device: str, percent: float, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bounds_of_a_gpu_are_kept_beside_a_neighbours_cell(device: str, percent: float, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = SimpleNamespace(returncode=0, stdout='{"read_bytes_s": 1e12, "flops_s": 1e14, "bus_bytes_s": 5e10}')
     monkeypatch.setattr("lab.measure.machine.subprocess.run", lambda *_, **__: told)
     monkeypatch.setattr("lab.measure.machine.psutil.cpu_percent", lambda interval: percent)
