@@ -22,7 +22,6 @@ from lab.composition import changed, composed
 from lab.devices import auto_device
 from lab.errors import LabError, flat
 from lab.overrides import GROUPS, check_groups, check_keys, expand, hydra_words, is_plain_change, parse
-from lab.placement.kinds import KINDS, kind_of
 from lab.project import Project, find_project
 
 ENGINES = ("local", "llama_cpp", "transformers", "server")
@@ -224,7 +223,6 @@ def _cell(project: Project, config: dict[str, Any]) -> Cell:
     if cell.disable is not None and cell.engine != "local":
         raise LabError(f"disable={cell.disable}: only engine=local can have something made to fail, and this is engine={cell.engine}")
     _check_names(project, cell)
-    _check_placement(project, cell)
     if cell.path.server is not None and total is not None and cell.layers < total and not any("{layers}" in word for word in cell.path.server.command):
         untold = f"the server of path {cell.path.name} is not told how many layers to keep"
         raise LabError(f"layers={cell.layers}: {untold}, so it runs all {total}; use layers={total}")
@@ -278,33 +276,6 @@ def _check_names(project: Project, cell: Cell) -> None:
     for key, spec in (("model", cell.model), ("path", cell.path), ("device", cell.device), ("bench", cell.bench)):
         if not (project.conf / GROUPS[key] / f"{spec.name}.yaml").is_file():
             raise LabError(f"{key}.name={spec.name}: the name is that of the file in conf/{GROUPS[key]}; add a file instead")
-
-
-def _check_placement(project: Project, cell: Cell) -> None:
-    """Raises LabError for a placement that cannot mean what it says: it would be measured as another one, under a name of its own."""
-    for component, part in cell.path.components.items():
-        if part.placement in KINDS and component != "experts":
-            raise LabError(f"path.components.{component}.placement={part.placement}: only experts can be kept in part; choose device or host")
-    limits, kind = cell.placement, kind_of(cell.path.components)
-    heard = ("slots", "resident_layers") if kind is not None else ("slots",) if cell.path.format == "vqf" else ()
-    for key in ("slots", "resident_layers"):
-        if key not in heard and (value := getattr(limits, key)) is not None:
-            raise LabError(
-                f"placement.{key}={value}: path {cell.path.name} keeps no component in part this way; use path=tiered or path=cpu_cold, or leave it out"
-            )
-    experts = None if kind is None else _experts(project, cell)
-    if experts is not None and limits.slots is not None and limits.slots > experts:
-        raise LabError(f"placement.slots={limits.slots}: {cell.model.name} has {experts} experts a layer; choose 1 to {experts}")
-
-
-def _experts(project: Project, cell: Cell) -> int | None:
-    """Routed experts of a layer by the config.json that holds the model's sizes, or None where it does not say."""
-    file = sizes_file(project, cell.model.artifact, cell.model.geometry, cell.model.source)
-    if file is None or file.suffix != ".json":
-        return None
-    data = json.loads(file.read_text())  # read before, for the number of layers
-    experts = data.get("text_config", data).get("num_experts")
-    return experts if isinstance(experts, int) else None
 
 
 def _check_codecs(cell: Cell) -> None:

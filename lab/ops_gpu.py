@@ -73,11 +73,15 @@ class KernelExperts:
 
     def __init__(self, gate_up: Packed, down: Packed, up: Packed | None = None) -> None:
         """Takes over the stacks: their canonical parts are freed. `up`: in files' blocks of 4 bits, where `gate_up` may be the gate alone."""
+        from lab.kernels.backend import require
         from lab.kernels.experts import LowBitExperts
         from lab.kernels.experts_bf16 import Bf16Experts
         from lab.kernels.planes import repack, repack_nibbles
 
         self.stacks = [gate_up, down] if up is None else [gate_up, up, down]
+        experts, rows, hidden = gate_up.shape
+        fits = tuple(down.shape) == (experts, hidden, rows // 2 if up is None else rows) and (up is None or up.shape == gate_up.shape)
+        require(fits, "experts", f"stacks {[list(stack.shape) for stack in self.stacks]} do not fit")  # before anything is freed
         self.slots: LowBitExperts | Bf16Experts
         if in_nibbles(gate_up):
             halves = gate_up.parts[PART].chunk(2, 1) if up is None else [gate_up.parts[PART], up.parts[PART]]

@@ -21,7 +21,7 @@ from lab.cell import Cell
 from lab.compose import plan
 from lab.console import console
 from lab.errors import LabError
-from lab.placement.kinds import kind_of, too_few_slots
+from lab.placement.kinds import kind_of, too_few_slots, too_many_slots
 from lab.preflight import unsupported
 from lab.project import Project
 from lab.selection import names_experiment, plan_experiment
@@ -76,7 +76,7 @@ def print_one(screen: Console, planned: Planned) -> None:
     ledger = planned.ledger
     if isinstance(ledger, NoLedger):
         screen.print(f"{planned.cell.id}: no ledger: {escape(ledger.reason)}")
-        for note in (planned.absent, unsupported(planned.cell)):
+        for note in (planned.files, unsupported(planned.cell)):
             if note:
                 screen.print(f"note: {escape(' '.join(note.split()))}")
         return
@@ -100,18 +100,19 @@ def print_one(screen: Console, planned: Planned) -> None:
             screen.print(_ways_table(f"{judged.memory}: {'would fit' if judged.verdict.short_by_bytes else 'the largest tiers'}", judged.suggestions))
         elif judged.verdict.short_by_bytes:
             screen.print(f"{judged.memory}: no change of placement, depth or path that the lab knows would fit")
-    for note in (*_refused(planned.cell, ledger), *filter(None, [planned.absent]), f"workspace is {ledger.workspace.basis}", *ledger.notes):
+    for note in (*_refused(planned.cell, ledger), *filter(None, [planned.files]), f"workspace is {ledger.workspace.basis}", *ledger.notes):
         screen.print(f"note: {escape(note)}")
 
 
 def _refused(cell: Cell, ledger: Ledger) -> Iterator[str]:
-    """Why a run of this cell would be a gap whatever fits, and which of its files are not here."""
+    """Why a run of this cell would be a gap whatever fits."""
     if why := unsupported(cell):
         yield f"a run would end as UNSUPPORTED: {' '.join(why.split())}"
     elif ledger.experts is not None and (cell.placement.resident_layers or 0) < cell.layers:
         kind, slots = kind_of(cell.path.components), cell.placement.slots or 0
-        if few := too_few_slots(kind, slots, ledger.experts.count, ledger.experts.per_token):
-            yield f"a run would end as UNSUPPORTED: {few}"
+        count = ledger.experts.count
+        if why := too_few_slots(kind, slots, count, ledger.experts.per_token) or too_many_slots(kind, slots, count):
+            yield f"a run would end as UNSUPPORTED: {why}"
 
 
 def _resident(kept: Residency) -> str:

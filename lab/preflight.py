@@ -8,6 +8,7 @@ path without code needs no files. Passing does not promise that the model fits.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,11 +17,12 @@ from types import MappingProxyType
 from typing import Any
 
 from lab.cell import SYNTHETIC, Cell, ModelSpec
+from lab.compose import sizes_file
 from lab.dead_ends import closed_way
 from lab.devices import accelerators, is_expected, shows_gpu
 from lab.errors import ArtifactRefusedError, LabError
 from lab.gates import forced, passed
-from lab.placement.kinds import refused_before_loading
+from lab.placement.kinds import kind_of, refused_before_loading, too_many_slots
 from lab.project import Project
 from lab.record import GateResult, Status
 
@@ -52,7 +54,7 @@ def clear(project: Project, cell: Cell, force: bool, artifact: Mapping[str, Any]
     else:
         found.stop, found.lines = (Status.DEAD_END, closed.reason()), closed.lines()
         return found
-    if why := unsupported(cell) or _elsewhere(cell):
+    if why := unsupported(cell) or _misplaced(project, cell) or _elsewhere(cell):
         found.stop = (Status.UNSUPPORTED, why)
     elif refused := artifact.get("refused"):
         found.stop, found.lines = (Status.ARTIFACT_REFUSED, refused["reason"]), refused["lines"]  # whatever force says: no option relaxes this
@@ -70,6 +72,19 @@ def unsupported(cell: Cell) -> str | None:
     if cell.engine == "transformers" and (why := _not_for_transformers(cell)):
         return why
     return refused_before_loading(cell)
+
+
+def _misplaced(project: Project, cell: Cell) -> str | None:
+    """Why the model's experts cannot be placed as asked, by the config.json that holds its sizes, or None; files in one format say it when they load."""
+    file = sizes_file(project, cell.model.artifact, cell.model.geometry, cell.model.source)
+    if file is None or file.suffix != ".json":
+        return None
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        experts = data.get("text_config", data).get("num_experts") or 0
+    except (OSError, ValueError, AttributeError):
+        return None  # what is wrong with the file is said where it is read whole
+    return too_many_slots(kind_of(cell.path.components), cell.placement.slots or 0, experts if isinstance(experts, int) else 0)
 
 
 def _elsewhere(cell: Cell) -> str | None:

@@ -80,30 +80,3 @@ def test_every_figure_of_a_device_has_a_source(project: Project, device: str) ->
 def test_a_device_file_expects_the_name_that_the_kernel_shows(device: str, name: str) -> None:
     expected = {d: yaml.safe_load((ROOT / f"conf/device/{d}.yaml").read_text())["expect"] for d in ("r9700", "h200", "rtx5090")}
     assert [d for d, pattern in expected.items() if re.search(pattern, name, re.IGNORECASE)] == [device]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("path=tiered", "placement.slots=513"), "placement.slots=513: flash_next has 512 experts a layer; choose 1 to 512"),
-        (("path=cpu_cold", "placement.slots=600"), "placement.slots=600: flash_next has 512 experts a layer; choose 1 to 512"),
-        (("path=expert_q2", "placement.slots=64"), "placement.slots=64: path expert_q2 keeps no component in part this way; use path=tiered or path=cpu_cold"),
-        (("path=expert_q2", "placement.resident_layers=2"), "placement.resident_layers=2: path expert_q2 keeps no component in part this way"),
-        (("path=llama_server", "placement.slots=4"), "placement.slots=4: path llama_server keeps no component in part this way"),
-        (("path=kestrel_vqf", "model=qwen3_8b", "placement.resident_layers=2"), "placement.resident_layers=2: path kestrel_vqf keeps no component in part"),
-        (("path=tiered", "path.components.trunk.placement=tiered"), "path.components.trunk.placement=tiered: only experts can be kept in part"),
-        (("path=expert_q2", "path.components.ple.placement=cpu_cold"), "path.components.ple.placement=cpu_cold: only experts can be kept in part"),
-    ],
-)
-def test_a_placement_that_cannot_mean_what_it_says_is_a_wrong_command(project: Project, words: tuple[str, ...], told: str) -> None:
-    with pytest.raises(LabError, match=f"^{re.escape(told)}"):
-        compose_cells([*([] if any(word.startswith("model=") for word in words) else ["model=flash_next"]), "device=r9700", *words], project)
-
-
-def test_placements_at_their_limits_compose(project: Project) -> None:
-    for words in (
-        ("model=flash_next", "path=tiered", "placement.slots=512"),
-        ("model=flash_next", "path=cpu_cold", "placement.resident_layers=48"),
-        ("model=qwen3_8b", "path=kestrel_vqf", "placement.slots=999"),
-    ):
-        assert compose_cells([*words, "device=r9700"], project)

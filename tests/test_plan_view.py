@@ -18,6 +18,7 @@ from lab.project import Project
 from lab.record import Status
 from lab.store import Store
 from tests.capacity.helpers import in_process
+from tests.engines.kestrel_helpers import kestrel_project
 from tests.runner_helpers import make_project, record_of
 
 __all__ = ["in_process"]
@@ -58,6 +59,15 @@ def test_what_a_run_would_refuse_stands_beside_the_figures(project: Project, wor
     model = [] if any(word.startswith("model=") for word in words) else ["model=flash_next"]
     _, text = run(project, *model, "device=r9700", "layers=6", *words)
     assert told in " ".join(text.split())
+
+
+def test_a_file_of_another_model_is_told(tmp_path: Path) -> None:
+    project, _ = kestrel_project(tmp_path)
+    geometry = project.root / "conf" / "geometry" / "qwen3_2b.json"
+    words = ("model=qwen3_2b", "path=kestrel_vqf", "artifact=models/m.vqf", "device=cpu")
+    assert "a run would refuse" not in run(project, *words)[1]
+    geometry.write_text(geometry.read_text().replace('"num_attention_heads": ', '"num_attention_heads": 1'))
+    assert "a run would refuse: models/m.vqf: heads " in " ".join(run(project, *words)[1].split())
 
 
 def test_what_would_fit_can_be_run(project: Project) -> None:

@@ -66,3 +66,43 @@ def test_a_gpu_that_nothing_shows_is_not_here(names: tuple[str, ...], nodes: boo
     stop = clear(PROJECT, on_gpu, force=False).stop
     assert (stop is not None) == stopped and (stop is None or (stop[0] is Status.UNSUPPORTED and "device=cuda is not here" in stop[1]))
     assert clear(PROJECT, on_cpu, force=False).stop is None
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("path=tiered", "placement.slots=513"), "placement.slots=513: the model has 512 experts a layer; choose 1 to 512"),
+        (("path=cpu_cold", "placement.slots=600"), "placement.slots=600: the model has 512 experts a layer; choose 1 to 512"),
+        (
+            ("path=expert_q2", "placement.slots=64"),
+            "placement.slots=64: path expert_q2 keeps no component in part this way here; use path=tiered",
+        ),
+        (("path=expert_q2", "placement.resident_layers=2"), "placement.resident_layers=2: path expert_q2 keeps no component in part this way"),
+        (("path=llama_server", "placement.slots=4"), "placement.slots=4: path llama_server keeps no component in part this way"),
+        (("path=tiered", "placement.slots=4", "engine=transformers"), "engine=transformers holds weights as they are computed with"),
+        (("path=tiered", "model=qwen3_small", "placement.slots=8"), "tiered placement keeps routed experts in part, and this model has none"),
+        (
+            ("path=kestrel_vqf", "model=qwen3_8b", "artifact=synthetic", "placement.resident_layers=2"),
+            "placement.resident_layers=2: path kestrel_vqf keeps no component in part",
+        ),
+        (("path=tiered", "path.components.trunk.placement=tiered"), "path.components.trunk.placement=tiered: only experts can be kept in part"),
+        (("path=expert_q2", "path.components.ple.placement=cpu_cold"), "path.components.ple.placement=cpu_cold: only experts can be kept in part"),
+    ],
+)
+def test_a_placement_that_cannot_mean_what_it_says_is_a_gap_and_its_cell_still_composes(words: tuple[str, ...], told: str) -> None:
+    """A gap, not a wrong command: records that were made before this was refused must still be shown by their experiments."""
+    model = [] if any(word.startswith("model=") for word in words) else ["model=flash_next"]
+    (cell,) = compose_cells([*model, "device=rtx5090", *words], PROJECT)
+    stop = clear(PROJECT, cell, force=False).stop
+    assert stop is not None and stop[0] is Status.UNSUPPORTED and stop[1].startswith(told)
+
+
+def test_placements_at_their_limits_are_stopped_by_nothing_but_the_device() -> None:
+    for words in (
+        ("model=flash_next", "path=tiered", "placement.slots=512"),
+        ("model=flash_next", "path=cpu_cold", "placement.resident_layers=48"),
+        ("model=qwen3_8b", "path=kestrel_vqf", "placement.slots=999", "artifact=synthetic"),
+    ):
+        (cell,) = compose_cells([*words, "device=rtx5090"], PROJECT)
+        stop = clear(PROJECT, cell, force=False).stop
+        assert stop is not None and stop[1].startswith("device=rtx5090 is not here")

@@ -27,7 +27,7 @@ def check_kinship(root: Path, model: ModelSpec, config: ModelConfig) -> None:
     if config.num_layers > wanted.num_layers:
         wrong.append(f"layers {config.num_layers}, not {wanted.num_layers}")
     if wrong:
-        raise LabError(f"{model.artifact}: {'; '.join(wrong)}: these are no files of model={model.name}; name the model that they hold")
+        raise LabError(f"{model.artifact}: {'; '.join(wrong)}: these are no files of model={model.name}; name the model that they hold (a file in conf/model)")
 
 
 def _own_sizes(root: Path, model: ModelSpec) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,31 +44,43 @@ def planned_beside(path: Path, fields: Mapping[str, Any] | None, tokenizer: str 
 
 @contextmanager
 def published_with(aside: Path, path: Path, beside: Mapping[Path, str], force: bool) -> Iterator[None]:
-    """Gives the large file `aside` its name and then the small ones theirs; the block runs when all have. Where one fails, none is left that was not there.
+    """Gives the large file `aside` its name and then the small ones theirs; the block runs when all have. Where one fails, none is left that was not there,
+    and what was replaced is put back (where the file system has links).
 
     Raises LabError where a name is taken by now, OSError from the disk.
     """
     staged = {file: aside_of(file) for file in beside}
     made: list[Path] = []
+    replaced: dict[Path, Path] = {}
+
+    def give(source: Path, file: Path) -> None:
+        if force and os.path.lexists(file):
+            replaced[file] = aside_of(file, "old")
+            with suppress(OSError):  # no links here
+                os.link(file, replaced[file], follow_symlinks=False)
+        publish(source, file, force)
+        made.append(file)
+
     try:
         for file, text in beside.items():
             _write_new(staged[file], text)
-        publish(aside, path, force)
-        made.append(path)
+        give(aside, path)
         for file, text in beside.items():
             try:
-                publish(staged[file], file, force)
-                made.append(file)
+                give(staged[file], file)
             except LabError:
                 if not _same(file, text):  # another conversion was faster; of the same model it has written the same
                     raise
         yield
     except BaseException:
-        for file in made if not force else ():
-            file.unlink(missing_ok=True)
+        for file in made:
+            if file not in replaced:
+                file.unlink(missing_ok=True)
+            elif os.path.lexists(replaced[file]):
+                os.replace(replaced[file], file)
         raise
     finally:
-        for file in staged.values():
+        for file in (*staged.values(), *replaced.values()):
             file.unlink(missing_ok=True)
 
 

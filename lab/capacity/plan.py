@@ -18,6 +18,7 @@ from lab.capacity.service import ledgers
 from lab.capacity.verdict import GIB, Verdict, judge
 from lab.cell import SYNTHETIC, Cell
 from lab.compose import sizes_file
+from lab.errors import LabError
 from lab.project import Project
 from lab.store import Store
 
@@ -41,8 +42,8 @@ class Planned:
     ledger: Ledger | NoLedger
     estimates: Estimates | None
     judged: tuple[Judged, ...]
-    absent: str | None = None
-    """Where the sizes are from when the cell's own files are not here."""
+    files: str | None = None
+    """What is to be said of the cell's files: that they are not here, or another model's."""
 
     @property
     def fits(self) -> bool:
@@ -70,24 +71,35 @@ def plan_cells(project: Project, cells: Sequence[Cell], memories_gib: Sequence[f
     for cell in cells:
         ledger = found[cell.hash]
         if isinstance(ledger, NoLedger):
-            planned.append(Planned(cell, ledger, None, (), _absent(project, cell)))
+            planned.append(Planned(cell, ledger, None, (), _files(project, cell)))
             continue
         estimates = estimate_with_memory(ledger, past)
         judged = tuple(
             Judged(name, device, host, judge(ledger, device, host, estimates), tuple(_ways(project, cell, ledger, device, host, past) if suggest else ()))
             for name, device, host in _memories(project, cell, memories_gib)
         )
-        planned.append(Planned(cell, ledger, estimates, judged, _absent(project, cell)))
+        planned.append(Planned(cell, ledger, estimates, judged, _files(project, cell)))
     return planned
 
 
-def _absent(project: Project, cell: Cell) -> str | None:
-    """That the cell's files are not here, and where the sizes are from instead; None where they are, or where there are none to be."""
+def _files(project: Project, cell: Cell) -> str | None:
+    """That the cell's files are not here, and where the sizes are from instead; or that they are another model's. None where nothing is to be said."""
     artifact = cell.model.artifact
-    if artifact == SYNTHETIC or project.path(artifact).exists():
+    if artifact == SYNTHETIC:
         return None
-    sizes = sizes_file(project, artifact, cell.model.geometry, cell.model.source)
-    return f"{artifact} is not here" + (f"; the sizes are those of {project.short(sizes)}" if sizes else "")
+    if not project.path(artifact).exists():
+        sizes = sizes_file(project, artifact, cell.model.geometry, cell.model.source)
+        return f"{artifact} is not here" + (f"; the sizes are those of {project.short(sizes)}" if sizes else "")
+    if not artifact.endswith((".gguf", ".vqf")):
+        return None
+    from lab.artifacts import open_model
+    from lab.artifacts.kinship import check_kinship
+
+    try:
+        check_kinship(project.root, cell.model, open_model(project.root, cell.model).config())
+    except LabError as error:
+        return f"a run would refuse: {error}"
+    return None
 
 
 def _memories(project: Project, cell: Cell, asked_gib: Sequence[float]) -> list[tuple[str, int | None, int | None]]:

@@ -29,8 +29,32 @@ def too_few_slots(kind: str | None, slots: int, count: int, top_k: int, batch: i
     return f"placement.slots={slots}: a step of {sequences} may use {needed} different experts of a layer; the least that works is placement.slots={needed}"
 
 
+def too_many_slots(kind: str | None, slots: int, count: int) -> str | None:
+    """Why a layer of `count` experts (0: a dense model) cannot be kept in part with so many slots, or None."""
+    if kind is None:
+        return None
+    if not count:
+        return f"{kind} placement keeps routed experts in part, and this model has none"
+    return f"placement.slots={slots}: the model has {count} experts a layer; choose 1 to {count}" if slots > count else None
+
+
+def _meaningless(cell: Cell) -> str | None:
+    kind = kind_of(cell.path.components)
+    for component, part in cell.path.components.items():
+        if part.placement in KINDS and component != "experts":
+            return f"path.components.{component}.placement={part.placement}: only experts can be kept in part; choose device or host"
+    heard = ("slots", "resident_layers") if kind is not None and cell.engine == "local" else ("slots",) if cell.path.format == "vqf" else ()
+    for key in ("slots", "resident_layers"):
+        if key not in heard and (value := getattr(cell.placement, key)) is not None:
+            return f"placement.{key}={value}: path {cell.path.name} keeps no component in part this way here; use path=tiered or path=cpu_cold, or leave it out"
+    return None
+
+
 def refused_before_loading(cell: Cell) -> str | None:
-    """Why this cell's placement of experts cannot run at all, whatever the machine, or None."""
+    """Why this cell's placement cannot run at all, whatever the machine, or None. A placement that means nothing on its path is refused, too: it would be
+    the same work under an identity of its own."""
+    if meaningless := _meaningless(cell):
+        return meaningless
     if cell.engine != "local" or (kind := kind_of(cell.path.components)) is None:
         return None
     if cell.device.torch_device == "cpu":

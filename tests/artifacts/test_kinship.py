@@ -45,5 +45,5 @@ def test_the_models_own_files_a_cut_and_files_of_no_known_model_pass(tmp_path: P
 )
 def test_another_model_is_named_by_what_differs(tmp_path: Path, change: dict[str, int], told: str) -> None:
     (tmp_path / "g.json").write_text(json.dumps(config_json(SMALL)))
-    with pytest.raises(LabError, match=f"^other: {told}: these are no files of model=mine; name the model that they hold$"):
+    with pytest.raises(LabError, match=f"^other: {told}: these are no files of model=mine; name the model that they hold \\(a file in conf/model\\)$"):
         check_kinship(tmp_path, spec(geometry="g.json"), config(**change))

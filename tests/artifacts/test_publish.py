@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lab.artifacts import publish
-from lab.artifacts.vqf_beside import planned_beside
+from lab.artifacts.vqf_beside import planned_beside, published_with
 from lab.artifacts.vqf_convert import run
 from lab.artifacts.vqf_file import VqfFile
 from lab.artifacts.vqf_relayout import relayout
@@ -186,3 +186,36 @@ def test_a_file_goes_into_its_own_models_folder_and_over_itself(tmp_path: Path) 
     run(path, path, arguments(layout="0x2", force=True))
     run(path, path, arguments(wmode="q4", q8_layout="rows", force=True))
     assert VqfFile(path).sets == ("q4",) and (tmp_path / "hf" / "tokenizer.json").read_text() == text
+
+
+@pytest.mark.parametrize("existed", [True, False])
+def test_where_force_fails_half_way_what_was_there_is_there_again(existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, config, aside = tmp_path / "m.vqf", tmp_path / "config.json", tmp_path / ".aside"
+    config.write_text("old config")
+    if existed:
+        path.write_text("old model")
+    aside.write_text("new model")
+    real, calls = os.replace, []
+
+    def full(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(publish.os, "replace", full)
+    with pytest.raises(OSError, match="No space left"), published_with(aside, path, {config: "new config"}, force=True):
+        pytest.fail("the block must not begin")
+    assert config.read_text() == "old config"
+    assert names(tmp_path) == (["config.json", "m.vqf"] if existed else ["config.json"])
+    assert not existed or path.read_text() == "old model"
+
+
+def test_force_replaces_both_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path, config, aside = tmp_path / "m.vqf", tmp_path / "config.json", tmp_path / ".aside"
+    for file in (path, config):
+        file.write_text("old")
+    aside.write_text("new model")
+    with published_with(aside, path, {config: "new config"}, force=True):
+        assert (path.read_text(), config.read_text()) == ("new model", "new config")
+    assert names(tmp_path) == ["config.json", "m.vqf"]

