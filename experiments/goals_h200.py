@@ -226,7 +226,7 @@ class BenchFile(BaseModel):
 
 
 def _bench_rows(file: Path) -> list[BenchRow]:
-    """None where there is no such file. Raises LabError for one that is not as the bench writes it."""
+    """Empty where there is no such file. Raises LabError for one that is not as the bench writes it."""
     if not file.exists():
         return []
     try:

@@ -22,6 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lab.signals import StopSignals
+
 GRACE_S = 25.0
 """Kept for a cell that is interrupted to write its record; a few seconds more than a loaded machine was seen to need."""
 EXPORT_S = 5.0
@@ -61,14 +63,14 @@ class Lane:
     lab: Sequence[str] = _LAB
     outcomes: list[tuple[str, int | str]] = field(default_factory=list)
 
-    def run(self, end: float, stop: threading.Event) -> None:
-        """Until `end` (time.monotonic) or `stop`; then exports."""
+    def run(self, end: float, stop: StopSignals) -> None:
+        """Until `end` (time.monotonic) or a signal; then exports."""
         runs = self.out / f"runs-{self.number}"
         environment = {**os.environ, "LAB_RUNS": str(runs), **dict.fromkeys(_VISIBLE, self.gpu)}
         last = end - EXPORT_S - GRACE_S
         with (self.out / f"lane-{self.number}.log").open("w") as log:
             for cell in self.cells:
-                if stop.is_set() or last - time.monotonic() < LEAST_S:
+                if stop.received or last - time.monotonic() < LEAST_S:
                     self._ended(cell, "not started", 0.0)
                     continue
                 started = time.monotonic()
@@ -89,9 +91,9 @@ class Lane:
         print(f"lane {self.number}: {words}: {outcome}" + (f", {seconds:.0f} s" if seconds else ""), flush=True)
 
 
-def _outcome(child: subprocess.Popen[bytes], last: float, stop: threading.Event) -> int | str:
-    """The child's exit code, or what was done to it at `last` or at `stop`."""
-    while not stop.is_set() and time.monotonic() < last:
+def _outcome(child: subprocess.Popen[bytes], last: float, stop: StopSignals) -> int | str:
+    """The child's exit code, or what was done to it at `last` or after a signal."""
+    while not stop.received and time.monotonic() < last:
         try:
             return child.wait(0.2)
         except subprocess.TimeoutExpired:
@@ -108,25 +110,19 @@ def _outcome(child: subprocess.Popen[bytes], last: float, stop: threading.Event)
 
 def run_lanes(lanes: Sequence[Lane], seconds: float) -> int:
     """All lanes side by side. Exit code 0 where every cell ended as OK or as a recorded gap (3), 130 after a signal, else 1."""
-    stop = threading.Event()
     end = time.monotonic() + seconds
-    before = {sign: signal.signal(sign, lambda *_: stop.set()) for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    threads = [threading.Thread(target=lane.run, args=(end, stop)) for lane in lanes]
-    try:
+    with StopSignals() as stop:
+        threads = [threading.Thread(target=lane.run, args=(end, stop)) for lane in lanes]
         for thread in threads:
             thread.start()
         for thread in threads:
-            while thread.is_alive():
-                thread.join(0.2)
-    finally:
-        for sign, handler in before.items():
-            signal.signal(sign, handler)
+            thread.join()
     told = [outcome for lane in lanes for _, outcome in lane.outcomes]
     late = [words for lane in lanes for words, outcome in lane.outcomes if outcome == "not started"]
     print(f"{len(told)} cells: {told.count(0)} OK, {told.count(3)} recorded gaps, {len(told) - told.count(0) - told.count(3)} others")
     if late:
         print(f"not started: {'; '.join(late)}")
-    return 130 if stop.is_set() else 0 if set(told) <= {0, 3} else 1
+    return 130 if stop.received else 0 if set(told) <= {0, 3} else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -76,6 +76,8 @@ def unsupported(cell: Cell) -> str | None:
 
 def _misplaced(project: Project, cell: Cell) -> str | None:
     """Why the model's experts cannot be placed as asked, by the config.json that holds its sizes, or None; files in one format say it when they load."""
+    if (kind := kind_of(cell.path.components)) is None:
+        return None
     file = sizes_file(project, cell.model.artifact, cell.model.geometry, cell.model.source)
     if file is None or file.suffix != ".json":
         return None
@@ -84,7 +86,7 @@ def _misplaced(project: Project, cell: Cell) -> str | None:
         experts = data.get("text_config", data).get("num_experts") or 0
     except (OSError, ValueError, AttributeError):
         return None  # what is wrong with the file is said where it is read whole
-    return too_many_slots(kind_of(cell.path.components), cell.placement.slots or 0, experts if isinstance(experts, int) else 0)
+    return too_many_slots(kind, cell.placement.slots or 0, experts if isinstance(experts, int) else 0)
 
 
 def _elsewhere(cell: Cell) -> str | None:

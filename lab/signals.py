@@ -1,7 +1,7 @@
-"""Ctrl-C and other requests to stop, as a value to look at instead of an exception that may strike anywhere.
+"""Ctrl-C and other requests to stop: as a value to look at instead of an exception that may strike anywhere, or all of them as one exception.
 
 While a measurement runs, the stop request must end the child and still leave a complete record. So the handlers only note the signal and
-wake whoever sleeps on `fd`; the runner decides where it is safe to stop.
+wake whoever sleeps on `fd`; the runner decides where it is safe to stop. Work whose `with` blocks take away what they made is left by an exception.
 """
 
 from __future__ import annotations
@@ -10,10 +10,34 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def leaving_by(error: Callable[[int], BaseException]) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP raise `error` of their number in the block, which is so left in order; from then on further ones change nothing. Ignored
+    signals stay ignored (nohup), and elsewhere than in the main thread nothing is installed."""
+    before: dict[signal.Signals, Any] = {}
+
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise error(number)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {each: handler for each in _STOPPING if (handler := signal.getsignal(each)) is not signal.SIG_IGN}
+        for each in before:
+            signal.signal(each, leave)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class StopSignals:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 
 from experiments import lanes
 from experiments.lanes import Lane, cells_of, gpus_of
+from lab.signals import StopSignals
 
 FAKE = """
 import os, signal, sys, time
@@ -28,7 +28,8 @@ elif "slow=1" in sys.argv or "deaf=1" in sys.argv:
     time.sleep(60)
 sys.exit(3 if "gap=1" in sys.argv else 0)
 """
-NEVER = threading.Event()
+NEVER = StopSignals()
+"""Not entered: nothing is noted."""
 
 
 @pytest.fixture

@@ -9,9 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from lab.cell import SYNTHETIC, ModelSpec
+from lab.compose import sizes_file
 from lab.errors import LabError
 from lab.models import ModelConfig, read_config
 from lab.models.fields import config_json
+from lab.project import Project
 
 SIZES = {"hidden_size": "width", "num_heads": "heads", "num_kv_heads": "key-value heads", "num_experts": "experts a layer"}
 """Fields of a model's config that must agree, and what people call them."""
@@ -19,7 +21,7 @@ SIZES = {"hidden_size": "width", "num_heads": "heads", "num_kv_heads": "key-valu
 
 def check_kinship(root: Path, model: ModelSpec, config: ModelConfig) -> None:
     """`config`: of the files. Raises LabError where the model's own sizes, in `model.source` or `model.geometry`, say another model. Fewer layers are a cut."""
-    own = next((file for file in _own_sizes(root, model) if file.is_file()), None)
+    own = sizes_file(Project(root=root, runs=root / "runs"), "", model.geometry, model.source)
     if model.artifact == SYNTHETIC or own is None or own.resolve() == (root / model.artifact / "config.json").resolve():
         return
     wanted = read_config(model.arch, config_json(own), str(own))
@@ -28,7 +30,3 @@ def check_kinship(root: Path, model: ModelSpec, config: ModelConfig) -> None:
         wrong.append(f"layers {config.num_layers}, not {wanted.num_layers}")
     if wrong:
         raise LabError(f"{model.artifact}: {'; '.join(wrong)}: these are no files of model={model.name}; name the model that they hold (a file in conf/model)")
-
-
-def _own_sizes(root: Path, model: ModelSpec) -> list[Path]:
-    return [root / folder / "config.json" for folder in filter(None, [model.source])] + [root / file for file in filter(None, [model.geometry])]

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lab.errors import LabError
+from lab.signals import leaving_by
 
 TARGETS = {"gguf": "lab.convert.gguf", "vqf": "lab.artifacts.vqf_convert", "safetensors": "lab.convert.safetensors"}
 """Format -> module with `add_arguments(parser)` and `run(source, target, arguments) -> int`."""
@@ -49,7 +46,6 @@ Exit: 0, 2 (one line says why), 130 interrupted."""
 
 _ONE_FILE = ("gguf",)
 """Formats of a single file, known by its name. A VQF target may be a folder, which then holds config.json and tokenizer.json, too."""
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 
 
@@ -74,7 +70,7 @@ def convert_command(argv: Sequence[str]) -> int:
         raise LabError(f"convert: {arguments.target}: name the file with .{arguments.to}, and not as a shard (-00001-of-00003); others go by that")
     if arguments.source.exists() and not (arguments.source.is_file() or arguments.source.is_dir()):
         raise LabError(f"{arguments.source}: neither a regular file nor a folder; a pipe or device cannot be converted")
-    with _stopping_alike():
+    with leaving_by(lambda _: KeyboardInterrupt()):
         code: int = target.run(arguments.source, arguments.target, arguments)
     return code
 
@@ -83,27 +79,3 @@ def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("an empty name; say where")
     return Path(text)
-
-
-@contextmanager
-def _stopping_alike() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that it is left by an exception and takes its files away; while it does, further ones are ignored.
-
-    `run` notes such a signal and ends its child (`lab.signals`); here nothing sleeps that could look at a note. Ignored signals stay ignored (nohup).
-    """
-    before: dict[signal.Signals, Any] = {}
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is threading.main_thread():
-        before = {each: signal.getsignal(each) for each in _STOPPING if signal.getsignal(each) is not signal.SIG_IGN}
-        for each in before:
-            signal.signal(each, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

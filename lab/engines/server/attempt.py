@@ -17,7 +17,7 @@ from lab.artifacts import open_artifact
 from lab.attempt import Attempt, one_line
 from lab.devices import usable_cores
 from lab.engines.server.facts import Drafts, listed_models, said_of_itself
-from lab.engines.server.process import ServerProcess, ending_on_signals, start_command
+from lab.engines.server.process import ServerProcess, start_command
 from lab.engines.server.prompts import PromptMaker, held_out_text
 from lab.engines.server.stream import Answer
 from lab.engines.server.timing import decode_rate, prefill_rate, probe_cache
@@ -27,6 +27,7 @@ from lab.measure.throughput import DECODE, LANES, PREFILL
 from lab.metrics import METRICS
 from lab.provenance import code_sha256
 from lab.record import Measurement, Status
+from lab.signals import leaving_by
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -66,7 +67,7 @@ class ServerAttempt(Attempt):
         self.result.environment = {"python": platform.python_version(), "httpx": version("httpx"), "code_sha256": code_sha256()}
         self.prompts = PromptMaker(held_out_text(self.root / cell.model.corpus), PREFILL)
         self.fresh: list[Answer] = []
-        with ending_on_signals(), Client(spec) as self.client, ExitStack() as running:
+        with leaving_by(lambda number: SystemExit(128 + number)), Client(spec) as self.client, ExitStack() as running:
             if spec.command:
                 command = start_command(spec, self.root / cell.model.artifact, cell.layers, self.client.address.port, cell.device.threads or usable_cores())
                 self.phase("start", " ".join(command))

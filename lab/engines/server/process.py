@@ -17,11 +17,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn, Self
+from typing import Self
 
 import psutil
 
@@ -39,7 +37,6 @@ HURRIED_GRACE_S = 3.0
 TAIL_LINES = 20
 KILL_S = 1.5
 _SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
-_STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def start_command(spec: ServerSpec, artifact: Path, layers: int, port: int, threads: int) -> list[str]:
@@ -168,26 +165,6 @@ class ServerProcess:
                 if line:
                     self.tail.append(line)
                     say(f"server: {line}")
-
-
-@contextmanager
-def ending_on_signals() -> Iterator[None]:
-    """Turns a request to end this process into SystemExit, so that `with` blocks are left in order. Further requests then change nothing."""
-    before = {number: signal.getsignal(number) for number in _STOPPING} if threading.current_thread() is threading.main_thread() else {}
-
-    def leave(number: int, _frame: FrameType | None) -> NoReturn:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    for each, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(each, leave)
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def _signal(processes: list[psutil.Process], number: signal.Signals) -> None:
