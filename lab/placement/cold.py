@@ -74,7 +74,6 @@ class ColdExperts:
         """x [T, hidden], ids [T, k], weights [T, k] -> [T, hidden]. Many tokens stream the whole layer where that is sooner."""
         if self.pool.stream_from is not None and len(x) >= self.pool.stream_from:
             self._counted.count(ids.numel())
-            self.streamed_rows += ids.numel()
             return self.pool.stream_layer(self, x, ids, weights)
         if len(x) <= MOST_TOKENS:
             return self.step(x, ids, weights)

@@ -136,11 +136,11 @@ class ColdPool(TieredPool):
             "layer_on_the_cpu_ms_by_tokens": cpu_ms,
         }
 
-    def _recording(self, begins: bool) -> None:
-        """What only warms up a graph is no work of the cell: neither on the device nor in the CPU's totals."""
+    def _set_aside(self, begins: bool) -> None:
+        """Neither on the device nor in the CPU's totals."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        super()._recording(begins)
+        super()._set_aside(begins)
         if begins:
             self._before = self.totals.clone()
         elif self._before is not None:

@@ -40,10 +40,17 @@ class TieredPool:
         self.buffers: list[Buffer] = []
         self.through: Room | None = None
         self.streamed_bytes = 0
+        self._aside = 0
         counters.on_recording.append(self._recording)
 
     def _recording(self, begins: bool) -> None:
-        """What only warms up a graph is no work of the cell."""
+        """What only warms up a graph, or is only traced, is no work of the cell: neither in the slots nor streamed. Recordings may lie in one another."""
+        self._aside += 1 if begins else -1
+        if self._aside == (1 if begins else 0):
+            self._set_aside(begins)
+
+    def _set_aside(self, begins: bool) -> None:
+        """The outermost recording begins or ends."""
         self.counting.fill_(0 if begins else 1)
 
     @contextmanager
@@ -65,6 +72,8 @@ class TieredPool:
 
     def stream_layer(self, op: Streamed, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Many tokens through one layer's experts; the next layer's are asked for as soon as there is room."""
+        if not self._aside:
+            op.streamed_rows += ids.numel()
         place = self.layers.index(op.layer)
         y = self._fill(op).multiply(x, ids, weights)
         if place + 1 < len(self.layers):
@@ -80,7 +89,7 @@ class TieredPool:
 
     def _fill(self, op: Streamed) -> Buffer:
         buffer = self.buffers[self.layers.index(op.layer) % len(self.buffers)]
-        if buffer.fill(op):
+        if buffer.fill(op) and not self._aside:
             self.streamed_bytes += op.host_bytes
         return buffer
 
@@ -147,7 +156,6 @@ class TieredExperts:
         if len(x) <= FEW_TOKENS and min(ids.numel(), self.count) <= len(room.units[0]):
             return self.step(x, ids, weights)
         self._counted.count(ids.numel())
-        self.streamed_rows += ids.numel()
         return self.pool.stream_layer(self, x, ids, weights)
 
     def step(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

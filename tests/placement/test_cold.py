@@ -162,14 +162,19 @@ def test_many_tokens_are_several_jobs_or_stream_whole_layers(monkeypatch: pytest
     assert pool.cold[0]._counted.stacks[0].counters is not pool.counters  # streamed rows are counted by the weights' own counters, which a binder shares
 
 
-def test_what_warms_up_counts_nowhere() -> None:
+def test_what_warms_up_or_is_traced_counts_nowhere() -> None:
     pool, _ = made()
+    pool.stream_from = 5
     pool.cold[0].step(*asked(2))
     before = pool.evidence(), rows(pool)
     with pool.counters.recording():
         pool.cold[0].step(*asked(3))
+        with pool.counters.recording():  # a graph captured inside a trace
+            pool.cold[0].step(*asked(1))
+        pool.cold[0].step(*asked(3))
+        pool.cold[0](*asked(7))
     after = pool.evidence(), rows(pool)
-    names = ("requests", "hits", "misses", "computed_on_cpu")
+    names = ("requests", "hits", "misses", "computed_on_cpu", "streamed_rows", "streamed_bytes")
     assert [before[0][name] for name in names] == [after[0][name] for name in names] and before[1] == after[1]
     pool.cold[0].step(*asked(1))
     assert pool.evidence()["requests"] == [3 * K]

@@ -153,6 +153,8 @@ def ran() -> tuple[Cell, dict[str, Any]]:
     ids = torch.arange(16)[None] * 7
     for start, end in ((0, 12), (12, 13)):
         engine.logits(ids[:, start:end], state)
+        with engine.counters.recording():  # as the trace that shares are told from: work of no token
+            engine.logits(ids[:, :12], engine.new_state(1, 16))
     attempt._collect_evidence(engine)
     return cell, attempt.result.evidence
 
