@@ -12,7 +12,6 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,13 @@ import torch
 from torch import Tensor
 
 from experiments.gpu_parts import check_parts, missing_gpu
+from experiments.step_checks import all_checks, check_mixer
 from lab.cell import Cell
-from lab.codecs import create
 from lab.compose import compose_cells
 from lab.engines.local import LocalEngine
 from lab.kernels import (
     attention_step,
     backend,
-    chain_verify,
     delta_step,
     experts,
     hyper_step,
@@ -40,111 +38,15 @@ from lab.kernels import (
     rows_step,
     trunk,
 )  # fmt: skip
-from lab.kernels.delta_step import DeltaWeights, reference_delta
-from lab.kernels.experts import LowBitExperts, reference_experts
-from lab.kernels.experts_bf16 import Bf16Experts
-from lab.kernels.experts_prefill import grouped_experts
-from lab.kernels.hyper_step import mix_streams, norm_streams, reference_mix, reference_norm
-from lab.kernels.planes import repack
-from lab.kernels.router import reference_route
-from lab.kernels.rows_step import choose, small_product
-from lab.kernels.verify import Error, poisoned, random_ids, random_parts, relative_error
 from lab.models.qwen4_exp import step
 
 ROOT = Path(__file__).parents[1]
-DEVICE, DTYPE = "cuda", torch.bfloat16
-HIDDEN, STREAMS, RANK = 2560, 4, 320
 TOLERANCE = 1e-2  # bfloat16 results rounded once or twice: 2e-3 to 6e-3
-
-
-def draw(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def check_mixer(batch: int) -> Iterator[Error]:
-    """Norm with write-back, and the mix, at Flash-Next's sizes."""
-    streams, norm, inject = draw(batch, STREAMS, HIDDEN), torch.randn(STREAMS * HIDDEN, device=DEVICE) / 8, draw(STREAMS, STREAMS * HIDDEN)
-    pending = draw(batch, HIDDEN), draw(batch, HIDDEN), torch.randn(batch, STREAMS, STREAMS, device=DEVICE)
-    want = reference_norm(streams, pending, norm, inject, 1e-6)
-    with poisoned():
-        normed, share = norm_streams(streams, pending, norm, inject, 1e-6)
-    for name, got, exact in (("streams", streams, want[0]), ("normed", normed, want[1]), ("inject", share.sum(1), want[2])):
-        yield f"norm {name} B={batch}", relative_error(got, exact)
-    codec, wide = create("int8_g128"), STREAMS * HIDDEN
-    first, second = random_parts(codec, (RANK, wide), DEVICE), random_parts(codec, (wide, RANK), DEVICE)
-    want_mix = reference_mix(normed, codec.decode(first, wide), codec.decode(second, RANK))
-    with poisoned():
-        yield f"mix B={batch}", relative_error(mix_streams(normed, repack(codec, first, wide), repack(codec, second, RANK)), want_mix)
-
-
-def check_delta(batch: int) -> Iterator[Error]:
-    """Six tokens through one block's step."""
-    heads, share, d, kernel = 48, 3, 128, 4
-    wide = 2 * heads // share * d + heads * d
-    a_log, bias = torch.randn(heads, device=DEVICE) / 4, torch.randn(heads, device=DEVICE) / 4
-    gates, taps = draw(2 * heads, HIDDEN) / 50, draw(kernel, wide).float() / 2
-    weights = DeltaWeights(gates, taps, a_log, bias, torch.rand(d, device=DEVICE) + 0.5, 1e-6, "sigmoid")
-    ring, memory = torch.zeros(batch, kernel, wide, dtype=DTYPE, device=DEVICE), torch.zeros(batch, heads, d, d, device=DEVICE)
-    for position in range(6):
-        x, mixed = draw(batch, HIDDEN), draw(batch, wide + heads * d)
-        want, new = reference_delta(x, mixed, position, ring, memory, weights)
-        with poisoned():
-            got = delta_step.delta_step(x, mixed, torch.tensor([position], dtype=torch.int32, device=DEVICE), ring, memory, weights)
-        yield f"delta B={batch} t={position}", relative_error(got, want)
-        yield f"delta memory B={batch} t={position}", relative_error(memory, new)
-
-
-def check_rows(batch: int) -> Iterator[Error]:
-    """Small products and the router's choice."""
-    x, weight = draw(batch, HIDDEN), draw(513, HIDDEN) / 30
-    with poisoned():
-        logits = small_product(x, weight)
-        ids, weights, share = choose(logits, 10, True)
-    yield f"rows B={batch}", relative_error(logits, x.float() @ weight.float().T)
-    want = reference_route(logits[:, :512].float(), 10)
-    same = torch.equal(logits.gather(1, ids.long()), logits.gather(1, want[0].long()))  # equal logits may change places
-    yield f"choose B={batch}", relative_error(weights, want[1]) if same else float("nan")
-    yield f"share B={batch}", relative_error(share, torch.sigmoid(logits[:, 512:].float()))
-
-
-def check_chain(batch: int) -> Iterator[Error]:
-    """Every launch of the chained step."""
-    sizes = chain_verify.Sizes(batch, STREAMS, HIDDEN, DTYPE, DEVICE)
-    yield from chain_verify.check_mixer(sizes, RANK)
-    yield from chain_verify.check_project(sizes, 16384, 96, 6144)
-    yield from chain_verify.check_moe(sizes, create("q2_g32"), 512, 640, 10)
-    yield from chain_verify.check_moe(sizes, create("w3_levels"), 512, 640, 10)
-    yield from chain_verify.check_moe(sizes, create("gguf:Q4_0"), 512, 640, 10)
-    yield from chain_verify.check_inject(sizes, 4, 3)
-
-
-def check_grouped(name: str, tokens: int) -> Iterator[Error]:
-    """Grouped experts at true widths, few experts."""
-    count, width, k = 12, 640, 3
-    ids, weights, x = random_ids(tokens, count, k, DEVICE), torch.rand(tokens, k, device=DEVICE), draw(tokens, HIDDEN)
-    ids[ids == 5] = 6
-    kernel: LowBitExperts | Bf16Experts
-    if name == "bf16":
-        first, second = draw(count, 2 * width, HIDDEN) / 50, draw(count, HIDDEN, width) / 50
-        kernel, decoded = Bf16Experts(first, second), (first.float(), second.float())
-    else:
-        codec = create(name)
-        parts = random_parts(codec, (count, 2 * width, HIDDEN), DEVICE), random_parts(codec, (count, HIDDEN, width), DEVICE)
-        kernel = LowBitExperts(repack(codec, parts[0], HIDDEN, halves=2), repack(codec, parts[1], width))
-        decoded = codec.decode(parts[0], HIDDEN), codec.decode(parts[1], width)
-    with poisoned():
-        got = grouped_experts(kernel, x, ids, weights)
-    yield f"grouped {name} T={tokens}", relative_error(got, reference_experts(x, ids, weights, *decoded))
 
 
 def checks() -> bool:
     """All kernel checks; prints failures and the worst error."""
-    found: list[Error] = []
-    for batch in (1, 4, 8):
-        found += [*check_mixer(batch), *check_delta(batch), *check_rows(batch), *check_chain(batch)]
-    for name in ("q2_g32", "w3_levels", "q2_levels", "bf16"):
-        for tokens in (17, 150):
-            found += check_grouped(name, tokens)
+    found = list(all_checks())
     failed = [(name, error) for name, error in found if not error <= TOLERANCE]
     for name, error in failed:
         print(f"WRONG {name}: relative error {error:.2e}")

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.flash_next_bench import DEVICE, DTYPE, HIDDEN, by_kernel, draw, kld, loaded, milliseconds
+from experiments.flash_next_bench import by_kernel, kld, loaded, milliseconds
 from experiments.gpu_parts import check_parts, missing_gpu
 from experiments.prefill_checks import all_checks, delta, grouped
+from experiments.step_checks import DEVICE, DTYPE, HIDDEN, draw
 from lab.codecs import create
 from lab.kernels import experts_prefill
 from lab.kernels.experts import LowBitExperts

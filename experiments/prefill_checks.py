@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import pad, silu, softplus
 
-from experiments.flash_next_bench import DEVICE, DTYPE, HIDDEN, RANK, STREAMS, check_grouped, draw
+from experiments.step_checks import DEVICE, DTYPE, HIDDEN, RANK, STREAMS, check_grouped, draw
 from lab.codecs import create
 from lab.kernels.attention_prefill import attend_prompt, norm_rotate
 from lab.kernels.delta_intra import intra_chunks, reference_intra

@@ -2,8 +2,8 @@
 
 Why: in a captured step the length is a number on the device. The grid covers the whole capacity; a program whose keys lie beyond the length leaves at
 once, so time follows the length, and the pieces' partial softmaxes are joined in a fixed order (as in flash decoding). A block mask from the indexer, if
-there is one, hides blocks of keys. Definition: lab.models.qwen4_exp.sparse_attention.
-What it does not prove: speed of the selection itself, which is plain torch on fixed shapes.
+there is one, hides blocks of keys (lab.kernels.indexer_step). Definition: lab.models.qwen4_exp.sparse_attention.
+What it does not prove: anything of the selection, which it takes as given.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PIECES = 32  # most programs per sequence and key head
 
 
 @jit
-def _normed_rotated(
+def normed_rotated(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor, D: tl.constexpr, ROTARY: tl.constexpr, EPS: tl.constexpr
 ) -> tl.tensor:
     """rms norm times (1 + w), then rotary embedding of the first ROTARY places; rounded to x's dtype after the norm, as the plain code does."""
@@ -57,11 +57,11 @@ def _prepare_kernel(
     kind: tl.constexpr = query_ptr.dtype.element_ty
     cached = (sequence * capacity + position).to(tl.int64)
     if unit < HEADS:
-        q = _normed_rotated(mixed + unit * 2 * D, q_norm_ptr, cos, sin, D, ROTARY, EPS)
+        q = normed_rotated(mixed + unit * 2 * D, q_norm_ptr, cos, sin, D, ROTARY, EPS)
         tl.store(query_ptr + (sequence * HEADS + unit) * D + place, q.to(kind))
     elif unit < HEADS + KV:
         head = unit - HEADS
-        k = _normed_rotated(mixed + HEADS * 2 * D + head * D, k_norm_ptr, cos, sin, D, ROTARY, EPS)
+        k = normed_rotated(mixed + HEADS * 2 * D + head * D, k_norm_ptr, cos, sin, D, ROTARY, EPS)
         tl.store(keys_ptr + (cached * KV + head) * D + place, k.to(kind))
     elif unit < HEADS + 2 * KV:
         head = unit - HEADS - KV

@@ -19,35 +19,66 @@ MOST_BLOCKS = 8192
 
 
 @jit
-def _pool_kernel(
-    raw_ptr: tl.tensor, weight_ptr: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor, out_ptr: tl.tensor, blocks: tl.tensor, raw_batch: tl.tensor,
+def pooled_keys(
+    raw_ptr: tl.tensor, weight_ptr: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor, block: tl.tensor, held: tl.tensor, kind: tl.constexpr,
     BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, M: tl.constexpr, EPS: tl.constexpr,
-) -> None:  # fmt: skip
-    """Program (blocks, sequence): mean of BLOCK raw keys, rms norm times (1 + w), rotated to the block's first position."""
-    block = tl.program_id(0) * M + tl.arange(0, M)
-    sequence = tl.program_id(1).to(tl.int64)
-    held = (block < blocks)[:, None]
+) -> tl.tensor:  # fmt: skip
+    """Keys float32 [M, D] of blocks `block` [M] where `held`: mean of BLOCK raw keys, rms norm times (1 + w), rotated to the block's first position; rounded
+    to `kind` where the plain code rounds."""
     place = tl.arange(0, D)
     half: tl.constexpr = ROTARY // 2
-    kind: tl.constexpr = out_ptr.dtype.element_ty
     turned = place < ROTARY
     other = tl.where(turned, tl.where(place < half, place + half, place - half), place)
-    row = raw_ptr + sequence * raw_batch + (block * (BLOCK * D))[:, None]
+    row = raw_ptr + (block * (BLOCK * D))[:, None]
     x = tl.zeros([M, D], dtype=tl.float32)
     partner = tl.zeros([M, D], dtype=tl.float32)
     for i in tl.static_range(BLOCK):
-        x += tl.load(row + i * D + place[None, :], mask=held, other=0).to(tl.float32)
-        partner += tl.load(row + i * D + other[None, :], mask=held, other=0).to(tl.float32)
+        x += tl.load(row + i * D + place[None, :], mask=held[:, None], other=0).to(tl.float32)
+        partner += tl.load(row + i * D + other[None, :], mask=held[:, None], other=0).to(tl.float32)
     x = (x / BLOCK).to(kind).to(tl.float32)
     partner = (partner / BLOCK).to(kind).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / D + EPS)[:, None]
     x = (x * scale * (1.0 + tl.load(weight_ptr + place))[None, :]).to(kind).to(tl.float32)
     partner = (partner * scale * (1.0 + tl.load(weight_ptr + other))[None, :]).to(kind).to(tl.float32)
     angle = block[:, None] * (BLOCK * ROTARY) + place[None, :]
-    cos = tl.load(cos_ptr + angle, mask=held & turned[None, :], other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=held & turned[None, :], other=0.0).to(tl.float32)
-    value = x * cos + tl.where((place < half)[None, :], -partner, partner) * sin
-    tl.store(out_ptr + (sequence * blocks + block)[:, None] * D + place[None, :], value.to(kind), mask=held)
+    cos = tl.load(cos_ptr + angle, mask=held[:, None] & turned[None, :], other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=held[:, None] & turned[None, :], other=0.0).to(tl.float32)
+    return (x * cos + tl.where((place < half)[None, :], -partner, partner) * sin).to(kind).to(tl.float32)
+
+
+@jit
+def best_blocks(scores_ptr: tl.tensor, complete: tl.tensor, BUDGET: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """Which of blocks 0 .. WIDTH - 1 are the BUDGET best of the first `complete`, earlier ones first among equals; all of those where there are no more. Scores
+    are not negative, so their bits are ordered as they are: the threshold is found bit by bit."""
+    block = tl.arange(0, WIDTH)
+    ready = block < complete
+    chosen = ready
+    if complete > BUDGET:
+        score = tl.load(scores_ptr + block, mask=ready, other=0).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of -0.0 the sign, too
+        score = tl.where(ready, score, -1)
+        threshold = complete * 0
+        for i in range(31):
+            tried = threshold | (1 << (30 - i))
+            threshold = tl.where(tl.sum((score >= tried).to(tl.int32), axis=0) >= BUDGET, tried, threshold)
+        above = score > threshold
+        equal = (score == threshold) & ready
+        left = BUDGET - tl.sum(above.to(tl.int32), axis=0)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= left))
+    return chosen
+
+
+@jit
+def _pool_kernel(
+    raw_ptr: tl.tensor, weight_ptr: tl.tensor, cos_ptr: tl.tensor, sin_ptr: tl.tensor, out_ptr: tl.tensor, blocks: tl.tensor, raw_batch: tl.tensor,
+    BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, M: tl.constexpr, EPS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Program (blocks, sequence): `pooled_keys` of its M blocks."""
+    block = tl.program_id(0) * M + tl.arange(0, M)
+    sequence = tl.program_id(1).to(tl.int64)
+    kind: tl.constexpr = out_ptr.dtype.element_ty
+    value = pooled_keys(raw_ptr + sequence * raw_batch, weight_ptr, cos_ptr, sin_ptr, block, block < blocks, kind, BLOCK, D, ROTARY, M, EPS)
+    place = tl.arange(0, D)
+    tl.store(out_ptr + (sequence * blocks + block)[:, None] * D + place[None, :], value.to(kind), mask=(block < blocks)[:, None])
 
 
 @jit
@@ -76,24 +107,10 @@ def _choose_kernel(
     scores_ptr: tl.tensor, bits_ptr: tl.tensor, start: tl.tensor, blocks: tl.tensor, words: tl.tensor, BUDGET: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (token, sequence): the BUDGET best of the query's complete blocks, earlier ones first among equals; all where there are no more."""
+    """Program (token, sequence): the query's `best_blocks` as bits."""
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    complete = (start + tl.program_id(0) + 1) // BLOCK
-    block = tl.arange(0, WIDTH)
-    ready = block < complete
-    chosen = ready
-    if complete > BUDGET:
-        score = tl.load(scores_ptr + row * blocks + block, mask=ready, other=0).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # of -0.0 the sign, too
-        score = tl.where(ready, score, -1)
-        threshold = tl.program_id(0) * 0
-        for i in range(31):
-            tried = threshold | (1 << (30 - i))
-            threshold = tl.where(tl.sum((score >= tried).to(tl.int32), axis=0) >= BUDGET, tried, threshold)
-        above = score > threshold
-        equal = (score == threshold) & ready
-        left = BUDGET - tl.sum(above.to(tl.int32), axis=0)
-        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= left))
-    packed = tl.sum((chosen.to(tl.int32) << (block % 32)).reshape([WIDTH // 32, 32]), axis=1)
+    chosen = best_blocks(scores_ptr + row * blocks, (start + tl.program_id(0) + 1) // BLOCK, BUDGET, WIDTH)
+    packed = tl.sum((chosen.to(tl.int32) << (tl.arange(0, WIDTH) % 32)).reshape([WIDTH // 32, 32]), axis=1)
     word = tl.arange(0, WIDTH // 32)
     tl.store(bits_ptr + row * words + word, packed, mask=word < words)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import triton.language as tl
 
-from lab.kernels import attention_step, cache_step, delta_step, hyper_step, prefetch_step, residual_step, rows_step
+from lab.kernels import attention_step, cache_step, delta_step, hyper_step, indexer_step, prefetch_step, residual_step, rows_step
 from tests.kernels.aot import TARGETS, instructions
 
 
@@ -52,6 +52,11 @@ def cases(target: str) -> dict[str, tuple[Any, dict[str, Any], dict[str, int]]]:
     for select in (False, True):
         attend = {"chosen_ptr": "*u8", "GROUP": 16, "TILE": 32, "SELECT": select, "BLOCK": 4, "KIND": tl.bfloat16}
         found[f"attend select={select}"] = attention_step._attend_kernel, {**parts, **attend}, {"num_warps": 4}
+    choice = {"scores_ptr": "*fp32", "chosen_ptr": "*u8", "position_ptr": "*i32", "blocks": "i32", "BLOCK": 4, "PTX": ptx}
+    keys = {"index_ptr": "*bf16", "raw_ptr": "*bf16", "q_weight_ptr": "*fp32", "k_weight_ptr": "*fp32", "cos_ptr": "*bf16", "sin_ptr": "*bf16"}
+    score = {**choice, **keys, "out_ptr": "*fp32", "raw_batch": "i32", "HEADS": 4, "D": 128, "ROTARY": 64, "M": indexer_step._TILE, "EPS": 1e-6}
+    found["index score"] = indexer_step._score_kernel, score, {"num_warps": 4}
+    found["index choose"] = indexer_step._choose_kernel, {**choice, "BUDGET": 512, "WIDTH": 2048}, {"num_warps": 4}
     found["combine"] = attention_step._combine_kernel, parts, {"num_warps": 4}
     plain = {**parts, **norms, "norm_ptr": "*fp32", "HEADS": 32, "KV": 8, "D": 128, "NORM": True}
     found["plain prepare"] = cache_step._prepare_kernel, plain, {"num_warps": 1}

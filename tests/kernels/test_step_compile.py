@@ -23,6 +23,7 @@ def test_every_kernel_compiles(target: str) -> None:
     found = json.loads(done.stdout)[target]
     assert all(units > 0 for name, (_, units) in found.items() if name.startswith(("grouped", "attend"))), "a matrix product became multiply-adds"
     if target == "cuda":
+        assert found["index score"][0] < 1700 and found["index choose"][0] < 1400, "what Triton 3.9.0 gives, plus a sixth"
         assert found["delta"][0] < 1600 and found["delta chained"][0] < 1300, "loads of taps are repeated in every thread, or sums wait one by one"
 
 

@@ -118,7 +118,7 @@ class ChainAttention:
         query = attention_step.prepare(
             mixed, index, position, tables, (block.q_norm, block.k_norm), c.num_heads, c.rms_norm_eps, state.keys, state.values, state.index_keys
         )
-        chosen = self.step._chosen(index, state.index_keys, position, tables)
+        chosen = self.step.chosen(index, state.index_keys, position, tables)
         return attention_step.attend(query, state.keys, state.values, position, mixed, chosen, c.indexer_block, quads=True)
 
 

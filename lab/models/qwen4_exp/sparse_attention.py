@@ -78,14 +78,34 @@ class Indexer:
     def scores(self, q: Tensor, raw_keys: Tensor, start: int) -> Tensor:
         """Block scores [B, T, blocks] (float32, >= 0) of queries at positions start.. for the complete blocks of raw_keys [B, S, di]."""
         c = self.config
-        block, blocks = c.indexer_block, raw_keys.shape[1] // c.indexer_block
-        cos, sin = rotary_tables(c, torch.arange(start, start + q.shape[1], device=q.device), q.dtype)
-        q = rotate(rms_norm(q, self.q_norm, c.rms_norm_eps), cos, sin)
-        pooled = raw_keys[:, : blocks * block].unflatten(1, (blocks, block)).float().mean(2).to(raw_keys.dtype)
-        cos, sin = rotary_tables(c, torch.arange(blocks, device=q.device) * block, q.dtype)
-        keys = rotate(rms_norm(pooled, self.k_norm, c.rms_norm_eps).unsqueeze(2), cos, sin).squeeze(2)
-        per_head = torch.einsum("bthd,bnd->bthn", q.float(), keys.float())
+        blocks = torch.arange(raw_keys.shape[1] // c.indexer_block, device=q.device) * c.indexer_block
+        queries = rotary_tables(c, torch.arange(start, start + q.shape[1], device=q.device), q.dtype)
+        return self._scored(q, raw_keys, queries, rotary_tables(c, blocks, q.dtype))
+
+    def _scored(self, q: Tensor, raw_keys: Tensor, queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]) -> Tensor:
+        """`scores` with cos and sin of the queries' and of the blocks' positions."""
+        c, blocks = self.config, len(keys[0])
+        q = rotate(rms_norm(q, self.q_norm, c.rms_norm_eps), *queries)
+        pooled = raw_keys[:, : blocks * c.indexer_block].unflatten(1, (blocks, c.indexer_block)).float().mean(2).to(raw_keys.dtype)
+        pooled = rotate(rms_norm(pooled, self.k_norm, c.rms_norm_eps).unsqueeze(2), *keys).squeeze(2)
+        per_head = torch.einsum("bthd,bnd->bthn", q.float(), pooled.float())
         return torch.relu(per_head).sum(2) * c.indexer_head_dim**-0.5
+
+    def scores_at(self, index: Tensor, raw_keys: Tensor, position: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Block scores float32 [B, blocks] of one query at `position` (int64 [1], on the device), on shapes that do not depend on it: index [B, queries | key],
+        raw_keys [B, capacity, di], tables cos and sin [capacity, rotary]; -inf where a block is not complete."""
+        c, (cos, sin) = self.config, tables
+        blocks = raw_keys.shape[1] // c.indexer_block
+        q = index[:, : -c.indexer_head_dim].unflatten(-1, (c.indexer_heads, -1)).unsqueeze(1)
+        starts = slice(0, blocks * c.indexer_block, c.indexer_block)
+        scores = self._scored(q, raw_keys, (cos[position], sin[position]), (cos[starts], sin[starts]))[:, 0]
+        return scores.masked_fill(torch.arange(blocks, device=index.device) >= (position + 1) // c.indexer_block, -torch.inf)
+
+    def chosen_at(self, index: Tensor, raw_keys: Tensor, position: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """uint8 [B, blocks]: 1 for the budget's best blocks by `scores_at`, the earlier of equal ones. lab.kernels.indexer_step does both in two launches."""
+        scores = self.scores_at(index, raw_keys, position, tables)
+        order = scores.sort(stable=True, dim=-1, descending=True).indices[:, : self.config.indexer_budget // self.config.indexer_block]
+        return torch.zeros_like(scores, dtype=torch.uint8).scatter_(-1, order, 1) * (scores > -torch.inf)
 
     def select(self, scores: Tensor, start: int, keys: int) -> Tensor:
         """Which of `keys` tokens each query may see, bool [B, T, keys]: the best complete blocks, and the tail up to the query itself."""

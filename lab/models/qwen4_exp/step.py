@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from lab.errors import LabError
-from lab.kernels import attention_step, delta_step, hyper_step, rows_step
+from lab.kernels import attention_step, delta_step, hyper_step, indexer_step, rows_step
 from lab.kernels.backend import use_ptx
 from lab.kernels.hyper_step import Pending
+from lab.kernels.indexer_prefill import MOST_BLOCKS
 from lab.kernels.prefetch_step import prefetch
 from lab.models.qwen4_exp.delta import DeltaState, GatedDelta
 from lab.models.qwen4_exp.hyper import HyperMixer, write_back
 from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
 from lab.models.qwen4_exp.moe import SparseMoe
-from lab.models.qwen4_exp.norms import rms_norm
-from lab.models.qwen4_exp.sparse_attention import AttentionState, RotaryTables, SparseAttention, rotate
+from lab.models.qwen4_exp.sparse_attention import AttentionState, RotaryTables, SparseAttention
 from lab.models.qwen4_exp.step_parts import Shared, Small, Stacked
 from lab.ops_gpu import KernelExperts, KernelLinear
 
@@ -132,27 +132,20 @@ class StepAttention:
         query = attention_step.prepare(
             mixed, index, position, tables, (self.block.q_norm, self.block.k_norm), c.num_heads, c.rms_norm_eps, state.keys, state.values, state.index_keys
         )
-        chosen = self._chosen(index, state.index_keys, position, tables)
+        chosen = self.chosen(index, state.index_keys, position, tables)
         return self.out(attention_step.attend(query, state.keys, state.values, position, mixed, chosen, c.indexer_block))
 
-    def _chosen(self, index: Tensor, raw_keys: Tensor, position: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor | None:
-        """uint8 [B, blocks]: the best complete blocks, as `Indexer` scores them and `_best` breaks ties. None where the budget holds every block there is
-        room for: attention is then dense by definition."""
-        c = self.config
-        block, blocks, budget = c.indexer_block, raw_keys.shape[1] // c.indexer_block, c.indexer_budget // c.indexer_block
-        if blocks <= budget:
+    def chosen(self, index: Tensor, raw_keys: Tensor, position: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor | None:
+        """uint8 [B, blocks]: the best complete blocks. None where the budget holds every block there is room for: attention is then dense by definition."""
+        c, indexer = self.config, self.block.indexer
+        block, budget = c.indexer_block, c.indexer_budget // c.indexer_block
+        if raw_keys.shape[1] // block <= budget:
             return None
-        indexer = self.block.indexer
-        here = position.long()
-        q = index[:, : -c.indexer_head_dim].unflatten(-1, (c.indexer_heads, -1)).unsqueeze(1)
-        q = rotate(rms_norm(q, indexer.q_norm, c.rms_norm_eps), tables[0][here], tables[1][here])
-        pooled = raw_keys[:, : blocks * block].unflatten(1, (blocks, block)).float().mean(2).to(raw_keys.dtype)
-        cos, sin = (table[: blocks * block : block] for table in tables)
-        keys = rotate(rms_norm(pooled, indexer.k_norm, c.rms_norm_eps).unsqueeze(2), cos, sin).squeeze(2)
-        scores = torch.relu(torch.einsum("bthd,bnd->bthn", q.float(), keys.float())).sum(2) * c.indexer_head_dim**-0.5
-        hidden = torch.arange(blocks, device=index.device) >= (here + 1) // block
-        order = scores[:, 0].masked_fill(hidden, -torch.inf).sort(stable=True, dim=-1, descending=True).indices[..., :budget]
-        return torch.zeros(len(index), blocks, dtype=torch.uint8, device=index.device).scatter_(-1, order, 1)
+        if raw_keys.shape[1] // block > MOST_BLOCKS:
+            return indexer.chosen_at(index, raw_keys, position.long(), tables)
+        norms = indexer.q_norm, indexer.k_norm
+        scores = indexer_step.block_scores(index, raw_keys, position, tables, norms, c.indexer_heads, block, c.rms_norm_eps)
+        return indexer_step.choose_blocks(scores, position, block, budget)
 
 
 class StepMoe:
