@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lab.codecs import create
-from lab.kernels import chain_verify, indexer_step
-from lab.kernels.delta_step import DeltaWeights, delta_step, reference_delta
+from lab.kernels import chain_verify, delta_step, indexer_step
+from lab.kernels.delta_step import DeltaWeights, reference_delta
 from lab.kernels.experts import LowBitExperts, reference_experts
 from lab.kernels.experts_bf16 import Bf16Experts
 from lab.kernels.experts_prefill import grouped_experts

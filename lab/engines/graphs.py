@@ -26,8 +26,11 @@ Kept = ModelState | TransformerState
 Mode = Literal["auto", "graph", "eager"]
 MOST_SEQUENCES = 8
 """Batches up to which a step is captured: what the decode kernels are made for."""
-PROMPT_TOKENS = 1024
-"""Tokens up to which a whole prompt is captured: with more, the device is busy for longer than Python needs to launch."""
+PROMPT_TOKENS = 4096
+"""Tokens up to which a whole prompt is captured: with more, the device is busy for longer than Python needs to launch. 48 layers of Flash-Next are 2,400
+launches; uncaptured, prompts of 2,048 tokens ran at 9,600 to 19,400 tok/s as their host was slow or fast (experiments/kernel_log.md)."""
+MOST_PROMPTS = 16
+"""Shapes of prompts that are kept: each holds a state of its own, and the first one goes when there is one more."""
 _WARM_RUNS = 2
 
 
@@ -73,13 +76,14 @@ class PromptGraph:
     """The plain forward pass over one shape of prompt from an empty state, captured on a state of its own that is copied to the user's after a replay: a
     prompt of 512 tokens is over ten thousand small launches, which Python cannot issue as fast as they run."""
 
-    def __init__(self, model: Model, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, counters: Counters) -> None:
-        """Captures. The same shape must have run before, so that its kernels are compiled."""
+    def __init__(self, model: Model, batch: int, tokens: int, device: torch.device, dtype: torch.dtype, counters: Counters, pool: Any) -> None:
+        """Captures. The same shape must have run before, so that its kernels are compiled. Prompts may share the memory `pool` of what lives inside a replay:
+        they run one after another, and what outlasts a replay (state, ids, logits) is held here."""
         self.ids = torch.zeros(batch, tokens, dtype=torch.int64, device=device)
         state = model.new_state(batch, tokens, device, dtype)
         assert isinstance(state, Kept)
         self.state, self.graph = state, torch.cuda.CUDAGraph()
-        with counters.recording() as self.recording, torch.cuda.graph(self.graph):
+        with counters.recording() as self.recording, torch.cuda.graph(self.graph, pool=pool):
             self.state.reset()
             self.logits = model.logits(self.ids, self.state, True)
 
@@ -103,13 +107,16 @@ class Graphs:
         self.launches: dict[int, int | None] = {}
         self._held: dict[tuple[int, int], list[tuple[StepGraph, Kept, weakref.ref[Kept]]]] = {}
         self._prompts: dict[tuple[int, int], PromptGraph] = {}
+        self._uncaptured: dict[tuple[int, int], str] = {}
         self.prompt_reason: str | None = None
+        """Why no prompt can be captured at all."""
         self.prompt_pass: dict[str, str] = {}
         self.step_reason: str | None = None
         """Why the step is not a chain of overlapping launches, where there could be one."""
         self._step: Any = None
         self._wide_step: Any = None
         self._pool: Any = None
+        self._prompt_pool: Any = None
         if self.reason is None:
             self._prepare()
         if isinstance(model, Qwen4Exp):
@@ -156,25 +163,27 @@ class Graphs:
         shape = ids.shape[0], ids.shape[1]
         if (graph := self._prompts.get(shape)) is not None:
             return graph(ids, state)
-        if self.prompt_reason is not None:
+        if self.prompt_reason is not None or shape in self._uncaptured:
             return None
         found = self.model.logits(ids.to(self.device), state, True)  # this call runs as it is; the next of this shape is a replay
         try:
-            self._prompts[shape] = PromptGraph(self.model, *shape, self.device, self.dtype, self.counters)
+            if len(self._prompts) >= MOST_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[shape] = PromptGraph(self.model, *shape, self.device, self.dtype, self.counters, self._prompt_pool)
         except RuntimeError as error:
-            self.prompt_reason = f"not captured: {flat(error)}"
+            self._uncaptured[shape] = f"not captured: {flat(error)}"
         return found
 
     def evidence(self) -> dict[str, Any]:
-        """{mode: graph or eager, launches_per_step: by number of sequences, reason: why not a graph, or None; prompts: [sequences, tokens] that were
-        captured, prompt_reason: why none could be; prompt_pass: what prompts run where there is a choice, or why the plain operations; step: the class of
-        step, step_reason: why not the one whose launches overlap}."""
+        """{mode: graph or eager, launches_per_step: by number of sequences, reason: why not a graph, or None; prompts: [sequences, tokens] whose capture is
+        held, prompt_reason: why none or not all could be captured; prompt_pass: what prompts run where there is a choice, or why the plain operations; step:
+        the class of step, step_reason: why not the one whose launches overlap}."""
         return {
             "mode": "eager" if self.reason else "graph",
             "launches_per_step": {str(b): n for b, n in self.launches.items()},
             "reason": self.reason,
             "prompts": [list(shape) for shape in self._prompts],
-            "prompt_reason": self.prompt_reason,
+            "prompt_reason": self.prompt_reason or "; ".join(f"{b} x {t} tokens {why}" for (b, t), why in self._uncaptured.items()) or None,
             "prompt_pass": self.prompt_pass,
             "step": type(self._step).__name__ if self._step is not None else None,
             "step_reason": self.step_reason,
@@ -209,7 +218,7 @@ class Graphs:
         except LabError as error:
             self.reason = flat(error)
             return
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._prompt_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
 
     def _prepare_prompts(self, model: Qwen4Exp) -> None:
         """Gives the model its pass of fused kernels for prompts, or notes why the plain operations run."""

@@ -91,8 +91,8 @@ class LocalAttempt(Attempt):
             self.result.notes.append(f"disable={cell.disable}: made to fail on purpose, to see what the record says of it")
         if engine.graphs.reason is not None and (device.type == "cuda" or cell.mode == "graph"):
             self.result.notes.append(f"decoded operation by operation, not as a graph: {engine.graphs.reason}")
-        if engine.graphs.prompt_reason is not None and cell.mode != "eager":
-            self.result.notes.append(f"prompts ran operation by operation, not as graphs: {engine.graphs.prompt_reason}")
+        if (reason := engine.graphs.evidence()["prompt_reason"]) is not None and cell.mode != "eager":
+            self.result.notes.append(f"prompts ran operation by operation, not as graphs: {reason}")
         self.result.notes += [
             f"{one['component']}: {one['codec']} has a GPU kernel, and {one['operations']} operations ran as torch: {one['reason']}"
             for one in self.result.evidence["fallbacks"]

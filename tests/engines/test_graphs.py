@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +84,58 @@ def test_replays_equal_eager_steps_and_states_are_used_again(tmp_path: Path) -> 
             torch.testing.assert_close(got, whole[:, at : at + 1], atol=1e-3, rtol=0)
         del state
     assert len(graphs._held[2, 24]) == 1, "a state nobody holds is handed out again"
+
+
+class FakePrompt:
+    """Stands in for a capture, which needs a GPU: says that it was replayed."""
+
+    refuse = False
+
+    def __init__(self, model: Any, batch: int, tokens: int, *rest: Any) -> None:
+        if self.refuse:
+            raise RuntimeError("out of\nmemory")
+        self.shape = batch, tokens
+
+    def __call__(self, ids: torch.Tensor, state: Any) -> Any:
+        return self.shape
+
+
+@torch.no_grad()
+def test_a_prompt_is_captured_after_its_first_run_up_to_a_size_and_so_many_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.engines.graphs.PromptGraph", FakePrompt)
+    monkeypatch.setattr("lab.engines.graphs.MOST_PROMPTS", 2)
+    monkeypatch.setattr("lab.engines.graphs.PROMPT_TOKENS", 24)
+    model, counters = model_of(tmp_path)
+    graphs = Graphs(model, DEVICE, torch.float32, counters, "eager")
+
+    def run(batch: int, tokens: int, last_only: bool = True) -> Any:
+        state = model.new_state(batch, 32, DEVICE, torch.float32)
+        state.graph = object()
+        return graphs.logits(text_ids(batch, tokens), state, last_only)
+
+    first = run(2, 12)
+    assert first.shape[:2] == (2, 1) and run(2, 12) == (2, 12), "the first call runs as it is"
+    assert run(1, 25) is None and run(3, 9) is None and run(2, 12, last_only=False) is None, "more tokens than a capture holds, or more logits"
+    assert run(1, 5).shape[:2] == (1, 1) and run(1, 6).shape[:2] == (1, 1)
+    assert graphs.evidence()["prompts"] == [[1, 5], [1, 6]], "the first shape made room for the third"
+    monkeypatch.setattr(FakePrompt, "refuse", True)
+    assert run(1, 7).shape[:2] == (1, 1) and run(1, 7) is None
+    assert graphs.evidence()["prompt_reason"] == "1 x 7 tokens not captured: out of memory" and run(1, 6) == (1, 6)
+    monkeypatch.setattr(FakePrompt, "refuse", False)
+    run(1, 8)
+    assert run(1, 8) == (1, 8) and run(1, 7) is None, "one size that could not be captured says nothing of another, and is not tried again"
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="graphs need a GPU")
+@torch.no_grad()
+def test_prompts_of_several_sizes_share_memory_and_stay_right(tmp_path: Path) -> None:
+    model, counters = model_of(tmp_path)
+    graphs = Graphs(model, DEVICE, torch.float32, counters, "auto")
+    ids = text_ids(2, 24).to(DEVICE)
+    for tokens in (10, 24, 10, 17, 24, 10, 17):
+        state = graphs.new_state(2, 24)
+        got = graphs.logits(ids[:, :tokens], state, True)
+        assert got is not None
+        torch.testing.assert_close(got, model.logits(ids[:, :tokens])[:, -1:], atol=1e-3, rtol=0)
+        del state
+    assert graphs.evidence()["prompts"] == [[2, 10], [2, 24], [2, 17]]
