@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from lab.engines.graphs import Graphs
 from lab.engines.path_binder import PathBinder
 from lab.engines.strip_limits import strip_limits
 from lab.engines.strips import StripCache
+from lab.engines.threads import TRIED_TOKENS, Threads
 from lab.errors import GapError, LabError
 from lab.kernels import native
 from lab.models import State, build
@@ -37,6 +39,8 @@ class LocalEngine:
     def __init__(self, cell: Cell, root: Path, plan: dict[str, ComponentPlan] | None = None, artifact: str | None = None) -> None:
         """Loads the cell's first `layers` layers along its path (or along `plan`, from `artifact`). Raises LabError when the artifact does not fit."""
         torch.set_num_threads(cell.device.threads or usable_cores())
+        self.threads = Threads(torch.get_num_threads())
+        self._threads_given = bool(cell.device.threads)
         self.device, self.dtype = usable_device(cell.device.torch_device), getattr(torch, cell.device.compute_dtype)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -73,13 +77,32 @@ class LocalEngine:
     @torch.no_grad()
     def logits(self, ids: Tensor, state: State | None = None, last_only: bool = False) -> Tensor:
         """ids int64 [B, T] (any device) -> logits [B, T or 1, V] on the engine's device, in the compute dtype."""
+        self.threads.use(ids.shape[1])
         replayed = self.graphs.logits(ids, state, last_only)
         return self.model.logits(ids.to(self.device), state, last_only) if replayed is None else replayed
 
     @torch.no_grad()
     def scores(self, ids: Tensor) -> Tensor:
         """ids int64 [B, T] -> logits [B, T, V], the head's product in float32: rounded to bf16, steps between large logits would hide small divergences."""
+        self.threads.use(ids.shape[1])
         return self.model.head(self.model.hidden(ids.to(self.device)).float())
+
+    @torch.no_grad()
+    def settle_threads(self) -> dict[str, Any] | None:
+        """On a CPU whose `device.threads` is not given: finds the numbers of threads that are soonest, and says what was tried. None elsewhere, and where
+        weights are moved or built again while running. What runs for it is counted for no token."""
+        if self.device.type != "cpu" or self._threads_given or self.threads.most == 1 or self.tiers is not None or self.strips is not None:
+            return None
+        ids = torch.arange(1, TRIED_TOKENS + 1)[None]
+        state = self.model.new_state(1, TRIED_TOKENS + 1, self.device, self.dtype)
+
+        def step() -> None:
+            state.length = TRIED_TOKENS  # the same place is written every time
+            self.model.logits(ids[:, :1], state, True)
+
+        with self.counters.recording():
+            self.threads.settle(lambda: self.model.logits(ids, None, True), step)
+        return self.threads.facts()
 
     @property
     def vector_bytes(self) -> int:

@@ -59,6 +59,8 @@ class LocalAttempt(Attempt):
         engine = LocalEngine(cell, self.root)
         self.result.environment["threads"] = torch.get_num_threads()
         self._keep_load(engine)
+        if (threads := engine.settle_threads()) is not None:
+            self.result.environment["threads_used"] = threads
         try:
             if self.synthetic:
                 self.gap(QUALITY, Status.UNSUPPORTED, "synthetic weights: random codes have no quality to measure")

@@ -1,8 +1,9 @@
 """The CPU twin of a device's cell: the same files along the same path on this machine's CPU, in a process of its own.
 
 `python -m lab.measure.twin` reads the cell from standard input and leaves what it found in a folder. Likelihoods, greedy ids and times are taken by the same
-functions on both sides (`one_side`), so that a multiple compares like with like. The twin computes in float32 on all cores while the device waits. A
-multiple says how much faster this device is than this CPU with the lab's own kernels, and nothing about another CPU or engine.
+functions on both sides (`one_side`), so that a multiple compares like with like. The twin computes in float32 while the device waits, with as many of the
+cores as are soonest (lab.engines.threads). A multiple says how much faster this device is than this CPU with the lab's own kernels, and nothing about another
+CPU or engine.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Side:
 
 
 def twin_cell(cell: Cell) -> Cell:
-    """The same cell on the CPU: float32, all cores. Budgets go: they are the device's, and strip caches would slow the CPU down and flatter the device."""
+    """The same cell on the CPU: float32, as many cores as are soonest. Budgets go: they are the device's; strip caches would slow the CPU down and flatter the
+    device."""
     device = DeviceSpec(name="cpu", torch_device="cpu", compute_dtype="float32")
     return cell.model_copy(update={"device": device, "mode": "auto", "placement": Placement()})
 
@@ -84,7 +86,7 @@ def one_side(engine: LocalEngine, corpus: Corpus, warmup: int, repeats: int) -> 
     facts = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else machine()["cpu"],
         "compute_dtype": str(engine.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
+        "threads": engine.threads.facts(),
         "kernels": dict(engine.binder.kernels),
     }
     return Side(passages_nll(engine, corpus), continuations(engine, corpus), run_seconds(engine, corpus, warmup, repeats), facts)
@@ -131,6 +133,7 @@ def make_twin(cell: Cell, root: Path, out: Path) -> None:
     """Loads the cell on the CPU, measures, and writes side.json and products.safetensors into `out`."""
     corpus = load_corpus(open_model(root, cell.model).tokenizer(), root / cell.model.corpus)
     engine = LocalEngine(cell, root)
+    engine.settle_threads()
     outputs = random_outputs(engine)
     side = one_side(engine, corpus, cell.bench.warmup, cell.bench.repeats)
     save_file(outputs, out / "products.safetensors")

@@ -1,0 +1,69 @@
+"""How many threads a CPU computes with: all cores, or a half, a quarter ... of them, whichever is soonest, for prompts and for steps each on their own.
+
+Why: every operation ends where its slowest thread does. A step of qwen3_small took 29 ms on all 16 cores of one host and 2.4 ms on the 2 cores of another,
+and a multiple against such a CPU flatters whatever it is compared with (llama.cpp has -t and -tb for the same reason). `device.threads=N` fixes the number,
+and nothing is tried.
+What it does not prove: that another number, or the same on idle cores, would not be faster still.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LONGEST_S = 1.0
+"""A call that takes longer than this on all cores is not held up by threads that wait for one another: nothing else is tried."""
+WORSE = 2.0
+"""Fewer threads are tried until they take so many times as long as the best so far."""
+TRIED_TOKENS = 64
+"""Tokens of the prompt that is tried, and before the step that is."""
+_RUNS = 3
+
+
+class Threads:
+    """The numbers in use, and what was tried: {prompts: {threads: ms}, steps: {threads: ms}}."""
+
+    def __init__(self, most: int) -> None:
+        self.prompts = self.steps = self.most = most
+        self.tried: dict[str, dict[str, float]] = {}
+
+    def use(self, tokens: int) -> None:
+        """Before a forward pass over so many tokens of a sequence."""
+        wanted = self.steps if tokens == 1 else self.prompts
+        if wanted != torch.get_num_threads():
+            torch.set_num_threads(wanted)
+
+    def settle(self, prompt: Callable[[], object], step: Callable[[], object]) -> None:
+        """Tries both calls. They must do the same work every time, and call `use` nowhere."""
+        self.prompts, self.tried["prompts"] = soonest(prompt, self.most)
+        self.steps, self.tried["steps"] = soonest(step, self.most)
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-able: {prompts, steps, of, tried_ms}."""
+        return {"prompts": self.prompts, "steps": self.steps, "of": self.most, "tried_ms": self.tried}
+
+
+def soonest(call: Callable[[], object], most: int) -> tuple[int, dict[str, float]]:
+    """(the number of threads with which `call` is soonest, {number: milliseconds} of those tried), from `most` downwards by halves; best of three each."""
+    best, tried, count = most, dict[str, float](), most
+    while count >= 1:
+        torch.set_num_threads(count)
+        call()
+        times = []
+        for _ in range(_RUNS):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+            if times[-1] > LONGEST_S:
+                break
+        tried[str(count)] = 1e3 * min(times)
+        if tried[str(count)] < tried[str(best)]:
+            best = count
+        if min(times) > LONGEST_S or tried[str(count)] > WORSE * tried[str(best)]:
+            break
+        count //= 2
+    torch.set_num_threads(best)
+    return best, tried
