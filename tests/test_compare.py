@@ -49,7 +49,7 @@ def test_a_metric_where_higher_is_better_turns_the_word(monkeypatch: pytest.Monk
     pair = [record(of, {"top1_agreement": measured("top1_agreement", value, stderr=0.001)}) for of, value in ((FINE, 0.9), (COARSE, 0.8))]
     assert line(pair[0], pair[1], "top1_agreement").word == "better"
     multiples = [
-        record(of, {"decode_multiple": Measurement.from_samples([value + i / 100 for i in range(5)], "x", "multiple@1")})
+        record(of, {"decode_multiple": Measurement.from_samples([value + i / 100 for i in range(5)], "x", "multiple@2")})
         for of, value in ((FINE, 2.0), (COARSE, 3.0))
     ]
     assert line(multiples[0], multiples[1], "decode_multiple").word == "worse"
@@ -63,7 +63,7 @@ def test_single_values_are_shown_and_not_judged() -> None:
 
 def test_too_few_samples_say_so() -> None:
     def few(of: Any, speed: float) -> Record:
-        return record(of, {"decode_multiple": Measurement.from_samples([speed, speed + 1, speed + 2], "x", "multiple@1")})
+        return record(of, {"decode_multiple": Measurement.from_samples([speed, speed + 1, speed + 2], "x", "multiple@2")})
 
     found = line(few(FINE, 500.0), few(COARSE, 100.0), "decode_multiple")
     assert found.word == NOT_SEPARATED and "3 against 3 samples reach p = 0.1 at best" in found.why

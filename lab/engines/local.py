@@ -39,8 +39,7 @@ class LocalEngine:
     def __init__(self, cell: Cell, root: Path, plan: dict[str, ComponentPlan] | None = None, artifact: str | None = None) -> None:
         """Loads the cell's first `layers` layers along its path (or along `plan`, from `artifact`). Raises LabError when the artifact does not fit."""
         torch.set_num_threads(cell.device.threads or usable_cores())
-        self.threads = Threads(torch.get_num_threads())
-        self._threads_given = bool(cell.device.threads)
+        self.threads, self._threads_given = Threads(torch.get_num_threads()), bool(cell.device.threads)
         self.device, self.dtype = usable_device(cell.device.torch_device), getattr(torch, cell.device.compute_dtype)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -93,7 +92,7 @@ class LocalEngine:
         weights are moved or built again while running. What runs for it is counted for no token."""
         if self.device.type != "cpu" or self._threads_given or self.threads.most == 1 or self.tiers is not None or self.strips is not None:
             return None
-        ids = torch.arange(1, TRIED_TOKENS + 1)[None]
+        ids = torch.arange(TRIED_TOKENS)[None] % self.config.vocab_size
         state = self.model.new_state(1, TRIED_TOKENS + 1, self.device, self.dtype)
 
         def step() -> None:

@@ -59,8 +59,7 @@ class LocalAttempt(Attempt):
         engine = LocalEngine(cell, self.root)
         self.result.environment["threads"] = torch.get_num_threads()
         self._keep_load(engine)
-        if (threads := engine.settle_threads()) is not None:
-            self.result.environment["threads_used"] = threads
+        self._settle_threads(engine)
         try:
             if self.synthetic:
                 self.gap(QUALITY, Status.UNSUPPORTED, "synthetic weights: random codes have no quality to measure")
@@ -125,6 +124,10 @@ class LocalAttempt(Attempt):
     def _keep_peak(self, nbytes: int, device: torch.device) -> None:
         of = "device, from load on" if device.type == "cuda" else "process: Python, text, reference log-probabilities and scores included"
         self.keep(peak_memory_bytes=valued("peak_memory_bytes", nbytes, {"of": of}))
+
+    def _settle_threads(self, engine: Any) -> None:
+        if (threads := engine.settle_threads()) is not None:
+            self.result.environment["threads_used"] = threads
 
     def _reference(self, corpus: Corpus) -> Reference | None:
         self.phase("reference", "log-probabilities at the same depth")

@@ -19,7 +19,7 @@ LONGEST_S = 1.0
 WORSE = 2.0
 """Fewer threads are tried until they take so many times as long as the best so far."""
 TRIED_TOKENS = 64
-"""Tokens of the prompt that is tried, and before the step that is."""
+"""Tokens of the prompt that is tried, and before the step that is: ids one after another, as many as the vocabulary has."""
 _RUNS = 3
 
 
@@ -36,21 +36,21 @@ class Threads:
         if wanted != torch.get_num_threads():
             torch.set_num_threads(wanted)
 
-    def settle(self, prompt: Callable[[], object], step: Callable[[], object]) -> None:
-        """Tries both calls. They must do the same work every time, and call `use` nowhere."""
-        self.prompts, self.tried["prompts"] = soonest(prompt, self.most)
-        self.steps, self.tried["steps"] = soonest(step, self.most)
+    def settle(self, prompt: Callable[[], object], step: Callable[[], object], use: Callable[[int], object] = torch.set_num_threads) -> None:
+        """Tries both calls, which must do the same work every time; `use` sets the number for those that follow."""
+        self.prompts, self.tried["prompts"] = soonest(prompt, self.most, use)
+        self.steps, self.tried["steps"] = soonest(step, self.most, use)
 
     def facts(self) -> dict[str, Any]:
         """JSON-able: {prompts, steps, of, tried_ms}."""
         return {"prompts": self.prompts, "steps": self.steps, "of": self.most, "tried_ms": self.tried}
 
 
-def soonest(call: Callable[[], object], most: int) -> tuple[int, dict[str, float]]:
+def soonest(call: Callable[[], object], most: int, use: Callable[[int], object]) -> tuple[int, dict[str, float]]:
     """(the number of threads with which `call` is soonest, {number: milliseconds} of those tried), from `most` downwards by halves; best of three each."""
     best, tried, count = most, dict[str, float](), most
     while count >= 1:
-        torch.set_num_threads(count)
+        use(count)
         call()
         times = []
         for _ in range(_RUNS):
@@ -65,5 +65,5 @@ def soonest(call: Callable[[], object], most: int) -> tuple[int, dict[str, float
         if min(times) > LONGEST_S or tried[str(count)] > WORSE * tried[str(best)]:
             break
         count //= 2
-    torch.set_num_threads(best)
+    use(best)
     return best, tried

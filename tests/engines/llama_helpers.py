@@ -36,7 +36,7 @@ def write_model(root: Path, arch: str = "llama", kind: Kind = Kind.F32, lies: di
     return model.write(root / "model.gguf")
 
 
-def cell_for(device: str = "cpu", layers: int = LAYERS, arch: str = "llama", half: int = 0, **bench: Any) -> Cell:
+def cell_for(device: str = "cpu", layers: int = LAYERS, arch: str = "llama", half: int = 0, threads: int = 1, **bench: Any) -> Cell:
     """A cell of `root`/model.gguf and `root`/text.txt."""
     sizes = {"name": "quick", "ppl_context": 64, "ppl_stride": 32, "ppl_windows": 6, "warmup": 1, "repeats": 5, "timeout_s": 60}
     return Cell.model_validate({
@@ -44,7 +44,7 @@ def cell_for(device: str = "cpu", layers: int = LAYERS, arch: str = "llama", hal
         "path": {"name": "gguf_plugin", "title": "GGUF", "components": {"trunk": COMPONENT, "head": COMPONENT}, "format": "gguf"},
         "layers": layers,
         "engine": "llama_cpp",
-        "device": {"name": device, "torch_device": device, "compute_dtype": "float32", "threads": 1},
+        "device": {"name": device, "torch_device": device, "compute_dtype": "float32", "threads": threads},
         "bench": sizes | {"llama_half_chunks": half, "llama_half_context": 48} | bench,
     })  # fmt: skip
 

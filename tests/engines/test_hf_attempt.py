@@ -57,6 +57,16 @@ def test_every_number_is_measured_and_the_model_is_the_lab_engines(folder: Path,
     assert any("grouped_mm" in note for note in found.notes)
 
 
+def test_threads_are_tried_and_counted_for_no_token(folder: Path, found: WorkerResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.engines.hf.engine.usable_cores", lambda: 2)
+    cell = cell_for(folder, "qwen4_exp", 4)
+    with pytest.MonkeyPatch.context() as patch:
+        tried = attempt(cell.model_copy(update={"device": cell.device.model_copy(update={"threads": 0})}), folder, patch)
+    used = tried.environment["threads_used"]
+    assert used["of"] == 2 and set(used["tried_ms"]["prompts"]) == {"2", "1"} and "threads_used" not in found.environment
+    assert decide(cell, tried).status is Status.OK and tried.evidence["fed"] == found.evidence["fed"]
+
+
 def test_perplexity_is_the_lab_engines(folder: Path, found: WorkerResult) -> None:
     """The same windows, each token scored once, by the other engine."""
     cell = cell_for(folder, "qwen4_exp", 4, engine="local")

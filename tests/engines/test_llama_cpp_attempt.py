@@ -65,6 +65,23 @@ def test_a_sound_run_gives_every_number_that_llama_cpp_can_give(tmp_path: Path, 
     assert (fake.alive, sum(fake.decoded)) == (1, result.evidence["tokens"]["evaluated"])  # 1: the load just above
 
 
+def test_threads_are_tried_in_contexts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lab.engines.llama_cpp.attempt.usable_cores", lambda: 4)
+
+    def soonest(call: Any, most: int, use: Any) -> tuple[int, dict[str, float]]:
+        for count in (most, most // 2):
+            use(count)
+            call()
+        return most // 2, {str(most): 300.0, str(most // 2): 100.0}
+
+    monkeypatch.setattr("lab.engines.threads.soonest", soonest)
+    result, decision, fake = run(tmp_path, monkeypatch, threads=0)
+    assert decision.status is Status.OK and result.environment["threads"] == 4
+    assert result.environment["threads_used"]["prompts"] == result.environment["threads_used"]["steps"] == 2
+    assert {decision.metrics[name].details["threads"] for name in SPEED} == {2} == {decision.metrics[name].details["threads_batch"] for name in SPEED}
+    assert fake.alive == 0 and result.evidence["tokens"]["needed"] == result.evidence["tokens"]["evaluated"]
+
+
 def _gguf(root: Path) -> Any:
     from lab.artifacts.gguf import open_gguf
 

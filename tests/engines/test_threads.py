@@ -46,7 +46,7 @@ class Clock:
 )
 def test_halves_until_it_gets_worse(monkeypatch: pytest.MonkeyPatch, cost: dict[int, float], best: int, tried: str) -> None:
     clock = Clock(monkeypatch, cost)
-    found = soonest(clock.call, max(cost))
+    found = soonest(clock.call, max(cost), torch.set_num_threads)
     assert found[0] == best == clock.count and list(found[1]) == tried.split()
     assert found[1][str(best)] == pytest.approx(1e3 * cost[best])
 
@@ -58,7 +58,7 @@ def test_prompts_and_steps_have_numbers_of_their_own(monkeypatch: pytest.MonkeyP
         clock.now += {4: 0.2, 2: 0.1, 1: 0.05}[clock.count]
 
     own = Threads(4)
-    own.settle(clock.call, step)
+    own.settle(clock.call, step, torch.set_num_threads)
     assert (own.prompts, own.steps) == (2, 1) and set(own.facts()) == {"prompts", "steps", "of", "tried_ms"}
     own.use(512)
     assert clock.count == 2

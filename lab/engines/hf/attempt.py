@@ -38,6 +38,7 @@ class HfAttempt(LocalAttempt):
         engine = HfEngine(cell, self.root)
         self.result.environment["threads"] = torch.get_num_threads()
         self._keep_loaded(engine)
+        self._settle_threads(engine)
         try:
             self._quality(engine, corpus, reference)
         except ValueError as error:

@@ -24,6 +24,7 @@ from lab.counters import Counters
 from lab.devices import usable_cores
 from lab.engines.hf.loading import load
 from lab.engines.local import is_out_of_memory, peak_resident_bytes, usable_device
+from lab.engines.threads import TRIED_TOKENS, Threads
 from lab.errors import GapError
 from lab.record import Status
 
@@ -55,6 +56,7 @@ class HfEngine:
     def __init__(self, cell: Cell, root: Path) -> None:
         """Raises GapError with transformers' own error where it cannot load the cell."""
         torch.set_num_threads(cell.device.threads or usable_cores())
+        self.threads, self._threads_given = Threads(torch.get_num_threads()), bool(cell.device.threads)
         self.device, self.dtype = usable_device(cell.device.torch_device), getattr(torch, cell.device.compute_dtype)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -79,6 +81,26 @@ class HfEngine:
 
     def logits(self, ids: Tensor, state: HfState | None = None, last_only: bool = False) -> Tensor:
         """ids int64 [B, T] (any device) -> logits [B, T or 1, V] in the compute dtype. Raises GapError with transformers' own error."""
+        self.threads.use(ids.shape[1])
+        return self._logits(ids, state, last_only)
+
+    def settle_threads(self) -> dict[str, Any] | None:
+        """As `LocalEngine.settle_threads`; None, too, where the model does not run, which its measurements will say."""
+        if self.device.type != "cpu" or self._threads_given or self.threads.most == 1:
+            return None
+        ids = torch.arange(TRIED_TOKENS)[None] % self.model.get_input_embeddings().num_embeddings
+        state, fed = self.new_state(1, 2 * TRIED_TOKENS), self.fed
+        try:
+            with self.counters.recording():
+                self._logits(ids, state, True)
+                self.threads.settle(lambda: self._logits(ids, None, True), lambda: self._logits(ids[:, :1], state, True))
+        except GapError:
+            return None
+        finally:
+            self.fed = fed
+        return self.threads.facts()
+
+    def _logits(self, ids: Tensor, state: HfState | None, last_only: bool) -> Tensor:
         options: dict[str, Any] = {"use_cache": state is not None}
         if state is not None and state.cache is not None:
             options[self._cache_word] = state.cache

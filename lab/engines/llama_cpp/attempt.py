@@ -10,9 +10,12 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lab.artifacts import open_artifact
@@ -25,6 +28,7 @@ from lab.engines.llama_cpp.quality import TOKENS, batch_tokens, forward, step_pa
 from lab.engines.llama_cpp.session import Context, LlamaModel, Settings
 from lab.engines.llama_cpp.speed import decode_rate, prefill_rate, step_bytes
 from lab.engines.local import peak_resident_bytes
+from lab.engines.threads import TRIED_TOKENS, Threads
 from lab.errors import GapError, LabError
 from lab.measure.divergence import DivergenceTally, divergence_metrics
 from lab.measure.llama_half import llama_half
@@ -69,8 +73,11 @@ class LlamaCppAttempt(Attempt):
         self.phase("load", path.name)
         started = time.perf_counter()
         with LlamaModel(lib, Log(lib), gguf.files[0].path, settings) as model:  # llama.cpp asks for the first shard
-            with Context(model, 1, max(cell.bench.ppl_context, cell.bench.llama_half_context, PREFILL + DECODE)) as single:
+            capacity = max(cell.bench.ppl_context, cell.bench.llama_half_context, PREFILL + DECODE)
+            with Context(model, 1, capacity):
                 self._keep_load(model, time.perf_counter() - started)
+            self._settle_threads(model)
+            with Context(model, 1, capacity) as single:
                 self.needed, self.contexts = 0, [single]
                 self._describe(model, build, gguf, before)
                 self._compare_tokens(model, corpus)
@@ -95,6 +102,28 @@ class LlamaCppAttempt(Attempt):
             how = "build llama-cpp-python for it, as with CMAKE_ARGS=-DGGML_CUDA=on (ROCm: -DGGML_HIP=on)"
             raise GapError(Status.UNSUPPORTED, f"device {device}: this llama.cpp was built without a GPU backend; {how}")
         return Settings(threads=self.cell.device.threads or usable_cores(), gpu=(device.index or 0) if device.type == "cuda" else None)
+
+    def _settle_threads(self, model: LlamaModel) -> None:
+        """The numbers of threads that are soonest on this CPU, for prompts and for steps, unless one is given; contexts made from now on use them."""
+        threads = Threads(model.settings.threads)
+        if self.cell.device.threads or model.settings.gpu is not None or threads.most == 1:
+            return
+        ids, asked = np.arange(TRIED_TOKENS, dtype=np.int64) % model.n_vocab, model.settings
+        with ExitStack() as stack:
+            held: list[Context] = []
+
+            def use(count: int) -> None:
+                stack.close()
+                model.settings = replace(asked, threads=count)
+                held[:] = [stack.enter_context(Context(model, 1, 2 * TRIED_TOKENS))]
+
+            def prompt() -> None:
+                held[0].clear()
+                held[0].prefill(ids)
+
+            threads.settle(prompt, lambda: held[0].step(ids[:1]), use)
+        model.settings = replace(asked, threads=threads.steps, threads_batch=threads.prompts)
+        self.result.environment["threads_used"] = threads.facts()
 
     def _check_depth(self) -> None:
         """Raises GapError for a smaller depth than the file's."""

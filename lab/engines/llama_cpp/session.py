@@ -44,16 +44,21 @@ class Settings:
     """How llama.cpp computes. `gpu` is the number of the GPU that takes every layer, or None for the CPU alone."""
 
     threads: int
+    """For steps, and for prompts where those have no number of their own."""
     gpu: int | None = None
     kv: str = "f16"
     flash_attention: bool = False
     """Off unless asked for: at a depth of 512 it halved the decode rate on a CPU, and llama.cpp's own default is to choose by itself."""
+
+    threads_batch: int | None = None
+    """For prompts."""
 
     def details(self) -> dict[str, Any]:
         """What stands beside every number."""
         return {
             "engine": "llama_cpp",
             "threads": self.threads,
+            "threads_batch": self.threads_batch or self.threads,
             "kv_type": self.kv,
             "flash_attention": "on" if self.flash_attention else "off",
             "n_batch": BATCH,
@@ -126,7 +131,7 @@ class Context:
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max = lanes * -(-capacity // _CELLS) * _CELLS, lanes
         params.n_batch = params.n_ubatch = BATCH
-        params.n_threads = params.n_threads_batch = settings.threads
+        params.n_threads, params.n_threads_batch = settings.threads, settings.threads_batch or settings.threads
         params.flash_attn_type = _FLASH[settings.flash_attention]
         params.type_k = params.type_v = KV_TYPES[settings.kv]
         params.offload_kqv = params.op_offload = settings.gpu is not None
