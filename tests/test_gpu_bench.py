@@ -66,3 +66,16 @@ def test_a_fallback_check_on_an_unknown_device_is_a_wrong_command(monkeypatch: p
     monkeypatch.setattr("sys.argv", ["fallback_check", "--device", "foo"])
     assert import_module("experiments.fallback_check").main() == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("name", ["check_rows", "check_delta", "check_indexer"])
+def test_a_steps_checks_run_and_are_green(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Those that the interpreter can take at true sizes; a check that cannot run would cost a GPU its time. The interpreter cuts bfloat16 where a GPU rounds,
+    hence twice the benches' tolerance."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from experiments import step_checks
+    from tests.kernels.support import DEVICE
+
+    monkeypatch.setattr(step_checks, "DEVICE", DEVICE)
+    found = list(getattr(step_checks, name)(1))
+    assert found and all(error <= 2e-2 for _, error in found), found
