@@ -1,11 +1,12 @@
 """Runs cells of an experiment on several GPUs of one machine within a time limit, one lane of cells per GPU:
 
-    python -m experiments.lanes flash_next_h200 --seconds 560 --out records --lane "path=expert_q2 layers=48 / path=tiered layers=6" --lane "path=reference"
+    python -m experiments.lanes flash_next_h200 --seconds 560 --out records --lane "200: path=tiered layers=48" --lane "path=ple_q2" --then "layers=6 / layers=3"
 
-Each lane is a list of `lab run experiment=NAME WORDS` in order, with a GPU and a runs folder of its own, because one runs folder measures one cell at a time.
-A cell that still runs at the end is interrupted and has GRACE_S to write its record; nothing is started in the last seconds. Ctrl-C, SIGTERM and SIGHUP end
-all lanes in the same way. Everything in a lane's folder is exported at the end, to be taken in elsewhere with `lab import`. The lanes share the host: what is
-bound by the CPU belongs in a lane that runs alone.
+Each lane is a list of `lab run experiment=NAME WORDS` in order (a list of values, layers=3,6, makes several cells of one), with a GPU and a runs folder of its
+own, because one runs folder measures one cell at a time. What stands after `--then` is taken by whichever lane has done its own. `200:` says that a run needs
+so many seconds: it is not started with less. What still runs at the end is interrupted and has GRACE_S to write its record; nothing is started in the last
+seconds. Ctrl-C, SIGTERM and SIGHUP end all lanes in the same way. Everything in a lane's folder is exported at the end, to be taken in elsewhere with
+`lab import`. The lanes share the host: what is bound by the CPU belongs in a lane that runs alone.
 What it does not prove: that a neighbour on the other GPU costs nothing; the records hold the machine's state before and after.
 """
 
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,13 +34,38 @@ _LAB = (sys.executable, "-m", "lab")
 _VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
-def cells_of(lane: str) -> list[list[str]]:
-    """`a=1 b=2 / c=3` -> [[a=1, b=2], [c=3]]. Raises ValueError where a cell is empty or a word is no override."""
-    cells = [part.split() for part in lane.split(" / ")]
-    for cell in cells:
-        if not cell or any("=" not in word for word in cell):
-            raise ValueError(f"--lane {lane!r}: cells are KEY=VALUE words, cells stand between slashes with spaces around them")
-    return cells
+@dataclass(frozen=True)
+class Wanted:
+    """One `lab run`: its words, and the seconds without which it is not started."""
+
+    words: tuple[str, ...]
+    least_s: float = 0.0
+
+
+def cells_of(lane: str) -> list[Wanted]:
+    """`a=1 b=2 / 90: c=3` -> [(a=1, b=2), (c=3) in 90 s]. Raises ValueError where a cell is empty or a word is no override."""
+    found = []
+    for part in lane.split(" / "):
+        words = part.split()
+        number = words[0][:-1] if words and words[0].endswith(":") else ""
+        least_s, words = (float(number), words[1:]) if number.isdigit() else (0.0, words)
+        if not words or any("=" not in word for word in words):
+            raise ValueError(f"{lane!r}: cells are KEY=VALUE words after SECONDS: or nothing; they stand between slashes with spaces around them")
+        found.append(Wanted(tuple(words), least_s))
+    return found
+
+
+class Queue:
+    """What is left for any lane, in order."""
+
+    def __init__(self, cells: Sequence[Wanted] = ()) -> None:
+        self.left, self._lock = list(cells), threading.Lock()
+
+    def take(self, seconds: float) -> Wanted | None:
+        """The first that so many seconds are enough for, or None."""
+        with self._lock:
+            place = next((place for place, one in enumerate(self.left) if max(one.least_s, LEAST_S) <= seconds), None)
+            return None if place is None else self.left.pop(place)
 
 
 def gpus_of(lanes: int, environment: Mapping[str, str]) -> list[str]:
@@ -58,9 +84,10 @@ class Lane:
     experiment: str
     number: int
     gpu: str
-    cells: Sequence[Sequence[str]]
+    cells: Sequence[Wanted]
     out: Path
     lab: Sequence[str] = _LAB
+    then: Queue = field(default_factory=Queue)
     outcomes: list[tuple[str, int | str]] = field(default_factory=list)
 
     def run(self, end: float, stop: StopSignals) -> None:
@@ -69,15 +96,11 @@ class Lane:
         environment = {**os.environ, "LAB_RUNS": str(runs), **dict.fromkeys(_VISIBLE, self.gpu)}
         last = end - EXPORT_S - GRACE_S
         with (self.out / f"lane-{self.number}.log").open("w") as log:
-            for cell in self.cells:
-                if stop.received or last - time.monotonic() < LEAST_S:
-                    self._ended(cell, "not started", 0.0)
-                    continue
+            for cell in self._cells(last, stop):
                 started = time.monotonic()
                 # A session of its own: Ctrl-C in a terminal reaches this process alone, which then interrupts each child once.
-                child = subprocess.Popen(
-                    [*self.lab, "run", f"experiment={self.experiment}", *cell], env=environment, stdout=log, stderr=log, start_new_session=True
-                )
+                command = [*self.lab, "run", f"experiment={self.experiment}", *cell.words]
+                child = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
                 self._ended(cell, _outcome(child, last, stop), time.monotonic() - started)
             if runs.exists():
                 target = str(self.out / f"records-{self.number}.jsonl.gz")
@@ -85,8 +108,18 @@ class Lane:
                     [*self.lab, "export", target, f"experiment={self.experiment}"], env=environment, stdout=log, stderr=log, check=False, start_new_session=True
                 )
 
-    def _ended(self, cell: Sequence[str], outcome: int | str, seconds: float) -> None:
-        words = " ".join(cell)
+    def _cells(self, last: float, stop: StopSignals) -> Iterator[Wanted]:
+        """Its own in order, then what is left for any; of those what there is time for."""
+        for cell in self.cells:
+            if stop.received or last - time.monotonic() < max(cell.least_s, LEAST_S):
+                self._ended(cell, "not started", 0.0)
+            else:
+                yield cell
+        while not stop.received and (taken := self.then.take(last - time.monotonic())) is not None:
+            yield taken
+
+    def _ended(self, cell: Wanted, outcome: int | str, seconds: float) -> None:
+        words = " ".join(cell.words)
         self.outcomes.append((words, outcome))
         print(f"lane {self.number}: {words}: {outcome}" + (f", {seconds:.0f} s" if seconds else ""), flush=True)
 
@@ -117,8 +150,11 @@ def run_lanes(lanes: Sequence[Lane], seconds: float) -> int:
             thread.start()
         for thread in threads:
             thread.join()
-    told = [outcome for lane in lanes for _, outcome in lane.outcomes]
+    told: list[int | str] = [outcome for lane in lanes for _, outcome in lane.outcomes]
     late = [words for lane in lanes for words, outcome in lane.outcomes if outcome == "not started"]
+    for queue in {id(lane.then): lane.then for lane in lanes}.values():
+        late += [" ".join(one.words) for one in queue.left]
+        told += ["not started"] * len(queue.left)
     print(f"{len(told)} cells: {told.count(0)} OK, {told.count(3)} recorded gaps, {len(told) - told.count(0) - told.count(3)} others")
     if late:
         print(f"not started: {'; '.join(late)}")
@@ -130,19 +166,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("experiment")
     parser.add_argument("--lane", action="append", required=True, help="cells of one GPU: KEY=VALUE words, ' / ' between cells; may be given again")
+    parser.add_argument("--then", help="cells that any lane takes when its own are done, in order")
     parser.add_argument("--seconds", type=float, default=3600, help="time limit of everything")
     parser.add_argument("--out", type=Path, required=True, help="folder for runs, logs and exported records")
     asked = parser.parse_args(argv)
     if asked.seconds < (least := LEAST_S + GRACE_S + EXPORT_S):
         parser.error(f"--seconds {asked.seconds:g}: at least {least:g}, or nothing would be started")
     try:
-        cells = [cells_of(lane) for lane in asked.lane]
+        cells, then = [cells_of(lane) for lane in asked.lane], Queue(cells_of(asked.then) if asked.then else ())
         gpus = gpus_of(len(cells), os.environ)
     except ValueError as error:
         parser.error(str(error))
     asked.out.mkdir(parents=True, exist_ok=True)
     out = asked.out.resolve()
-    return run_lanes([Lane(asked.experiment, number, gpus[number], lane, out) for number, lane in enumerate(cells)], asked.seconds)
+    return run_lanes([Lane(asked.experiment, number, gpus[number], lane, out, then=then) for number, lane in enumerate(cells)], asked.seconds)
 
 
 if __name__ == "__main__":

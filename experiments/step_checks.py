@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lab.codecs import create
-from lab.kernels import chain_verify, delta_step, indexer_step
+from lab.kernels import chain_verify, delta_step, hyper_bf16, indexer_step
 from lab.kernels.delta_step import DeltaWeights, reference_delta
 from lab.kernels.experts import LowBitExperts, reference_experts
 from lab.kernels.experts_bf16 import Bf16Experts
@@ -50,6 +50,25 @@ def check_mixer(batch: int) -> Iterator[Error]:
     want_mix = reference_mix(normed, codec.decode(first, wide), codec.decode(second, RANK))
     with poisoned():
         yield f"mix B={batch}", relative_error(mix_streams(normed, repack(codec, first, wide), repack(codec, second, RANK)), want_mix)
+
+
+def check_mixer_bf16(batch: int) -> Iterator[Error]:
+    """The mixer's projections with weights as released."""
+    normed = draw(batch, STREAMS, HIDDEN)
+    down, up = (draw(RANK, STREAMS * HIDDEN) / 100).contiguous(), (draw(STREAMS * HIDDEN, RANK) / 18).contiguous()
+    with poisoned():
+        got = hyper_bf16.mix_streams(normed, down, up)
+    yield f"mix bf16 B={batch}", relative_error(got, reference_mix(normed, down.float(), up.float()))
+
+
+def check_shared_bf16(batch: int) -> Iterator[Error]:
+    """The shared expert as the only one of a stack, weighted by its share."""
+    gate_up, down = draw(1, 2 * 640, HIDDEN) / 50, draw(1, HIDDEN, 640) / 25
+    kernel, x, share = Bf16Experts(gate_up, down), draw(batch, HIDDEN), torch.rand(batch, 1, device=DEVICE)
+    ids = torch.zeros(batch, 1, dtype=torch.int32, device=DEVICE)
+    with poisoned():
+        got = kernel(x, ids, share)
+    yield f"shared bf16 B={batch}", relative_error(got, reference_experts(x, ids, share, gate_up.float(), down.float()))
 
 
 def check_delta(batch: int) -> Iterator[Error]:
@@ -137,7 +156,7 @@ def check_grouped(name: str, tokens: int) -> Iterator[Error]:
 def all_checks() -> Iterator[Error]:
     """Every check, by numbers of sequences or tokens."""
     for batch in (1, 4, 8):
-        for check in (check_mixer, check_delta, check_rows, check_indexer, check_chain):
+        for check in (check_mixer, check_mixer_bf16, check_shared_bf16, check_delta, check_rows, check_indexer, check_chain):
             yield from check(batch)
     for name in ("q2_g32", "w3_levels", "q2_levels", "bf16"):
         for tokens in (17, 150):

@@ -60,6 +60,10 @@ class Packed:
         """Counts one call on `rows` rows of activations that reads `nbytes` of weights (default: all)."""
         self.counters.add(self.key, rows if self.first else 0, self._nbytes if nbytes is None else nbytes, flops)
 
+    def count_product(self, rows: int) -> None:
+        """Counts the whole matrix times `rows` rows of activations."""
+        self.count(rows, 2 * rows * self.shape[0] * self.shape[1])
+
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """`parts` (all of them, or a selection) as [..., rows, cols] in `dtype`."""
         if self.codec.name == "bf16":  # no detour through float32 where the stored dtype is the one computed in
@@ -73,7 +77,7 @@ class Packed:
 
     def times(self, x: Tensor) -> Tensor:
         """x [n, in] -> [n, out] in x's dtype, counted."""
-        self.count(x.shape[0], 2 * x.shape[0] * self.shape[0] * self.shape[1])
+        self.count_product(x.shape[0])
         if self.prepared is None or self.codec.name == "bf16":
             return linear(x, self.decode(self.parts, x.dtype))
         if x.shape[0] <= MAX_NATIVE_ROWS:
@@ -95,6 +99,11 @@ class PackedLinear:
 
     def __init__(self, *blocks: Packed, order: Tensor | None = None) -> None:
         self.blocks, self.order = blocks, order
+
+    def count(self, rows: int) -> None:
+        """Counts one call that a kernel made with these weights."""
+        for block in self.blocks:
+            block.count_product(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., out] in x's dtype."""

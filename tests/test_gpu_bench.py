@@ -68,7 +68,7 @@ def test_a_fallback_check_on_an_unknown_device_is_a_wrong_command(monkeypatch: p
     assert capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize("name", ["check_rows", "check_delta", "check_indexer"])
+@pytest.mark.parametrize("name", ["check_rows", "check_delta", "check_indexer", "check_mixer_bf16", "check_shared_bf16"])
 def test_a_steps_checks_run_and_are_green(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Those that the interpreter can take at true sizes; a check that cannot run would cost a GPU its time. The interpreter cuts bfloat16 where a GPU rounds,
     hence twice the benches' tolerance."""

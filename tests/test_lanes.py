@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments import lanes
-from experiments.lanes import Lane, cells_of, gpus_of
+from experiments.lanes import Lane, Queue, cells_of, gpus_of, run_lanes
 from lab.signals import StopSignals
 
 FAKE = """
@@ -57,6 +57,15 @@ def test_what_is_late_is_interrupted_or_not_started(word: str, told: str, tmp_pa
     assert (tmp_path / "runs-0" / "closed").exists() == (word == "slow=1") and (tmp_path / "records-0.jsonl.gz").exists()
 
 
+def test_what_is_left_goes_to_whichever_lane_is_free(tmp_path: Path, lab: tuple[str, str]) -> None:
+    then = Queue(cells_of("500: c=1 / d=1 / 5: e=1"))
+    both = [Lane("mine", number, str(number), cells_of("a=1 / 300: b=1"), tmp_path, lab, then=then) for number in (0, 1)]
+    assert run_lanes(both, 120) == 1, "not all were started"
+    first, second = (lane.outcomes for lane in both)
+    assert first[:2] == second[:2] == [("a=1", 0), ("b=1", "not started")], "with less than 300 seconds it is not begun"
+    assert sorted(first[2:] + second[2:]) == [("d=1", 0), ("e=1", 0)] and [one.words for one in then.left] == [("c=1",)]
+
+
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_lanes_with_their_records_and_starts_nothing_more(sign: signal.Signals, tmp_path: Path, lab: tuple[str, str]) -> None:
     program = (
@@ -88,9 +97,10 @@ def test_lanes_stay_within_the_gpus_that_are_visible(environment: dict[str, str]
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--lane", ""], "--lane"),
-        (["--lane", "a=1 / "], "--lane"),
-        (["--lane", "path"], "--lane"),
+        (["--lane", ""], "'': cells"),
+        (["--lane", "a=1 / "], "'a=1 / ': cells"),
+        (["--lane", "path"], "'path': cells are KEY=VALUE words"),
+        (["--lane", "a=1", "--then", "x: a=1"], "'x: a=1': cells are KEY=VALUE words"),
         (["--lane", "a=1", "--lane", "a=2", "--lane", "a=3"], "3 lanes and 2 visible GPUs (4,5)"),
         (["--lane", "a=1", "--seconds", "20"], "--seconds 20: at least 60"),
     ],

@@ -26,12 +26,14 @@ def _gate_up_kernel(
     up = tl.zeros([ROWS, STEP], dtype=tl.float32)
     first = weight_ptr + tl.maximum(expert, 0) * (2 * WIDTH * COLUMNS) + row[:, None] * COLUMNS
     used = row < tl.where(expert >= 0, WIDTH, 0)
+    same = tl.zeros([ROWS, 1], dtype=tl.int32)
     for start in range(0, COLUMNS, STEP):
         column = start + tl.arange(0, STEP)
         mask = used[:, None] & (column < COLUMNS)[None, :]
-        x = tl.load(x_ptr + (slot // TOPK) * COLUMNS + column, mask=column < COLUMNS, other=0).to(tl.float32)
-        gate += tl.load(first + column[None, :], mask=mask, other=0).to(tl.float32) * x[None, :]
-        up += tl.load(first + (WIDTH * COLUMNS) + column[None, :], mask=mask, other=0).to(tl.float32) * x[None, :]
+        # As a tile, every row the same: a vector would pass through shared memory, with barriers in every turn of the loop.
+        x = tl.load(x_ptr + (slot // TOPK) * COLUMNS + column[None, :] + same, mask=mask, other=0).to(tl.float32)
+        gate += tl.load(first + column[None, :], mask=mask, other=0).to(tl.float32) * x
+        up += tl.load(first + (WIDTH * COLUMNS) + column[None, :], mask=mask, other=0).to(tl.float32) * x
     tl.store(out_ptr + slot * WIDTH + row, silu_mul(tl.sum(gate, axis=1), tl.sum(up, axis=1)), mask=row < WIDTH)
 
 
@@ -44,7 +46,8 @@ def _down_kernel(
     token = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros([ROWS, STEP], dtype=tl.float32)
-    for place in range(TOPK):
+    same = tl.zeros([ROWS, 1], dtype=tl.int32)
+    for place in tl.static_range(TOPK):  # unrolled, so that one slot's weights are asked for while another's are on their way
         slot = token * TOPK + place
         expert = tl.load(ids_ptr + slot).to(tl.int64)
         share = tl.load(weights_ptr + slot).to(tl.float32)
@@ -53,8 +56,8 @@ def _down_kernel(
         for start in tl.static_range(0, COLUMNS, STEP):
             column = start + tl.arange(0, STEP)
             mask = used[:, None] & (column < COLUMNS)[None, :]
-            h = tl.load(h_ptr + slot * COLUMNS + column, mask=column < COLUMNS, other=0)
-            total += tl.load(first + column[None, :], mask=mask, other=0).to(tl.float32) * (h * share)[None, :]
+            h = tl.load(h_ptr + slot * COLUMNS + column[None, :] + same, mask=mask, other=0)
+            total += tl.load(first + column[None, :], mask=mask, other=0).to(tl.float32) * (h * share)
     tl.store(out_ptr + token * WIDTH + row, tl.sum(total, axis=1).to(out_ptr.dtype.element_ty), mask=row < WIDTH)
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lab.kernels import experts, experts_bf16, router, table, trunk
+from lab.kernels import experts, experts_bf16, hyper_bf16, router, table, trunk
 
 TARGETS = {"cuda": GPUTarget("cuda", 90, 32), "hip": GPUTarget("hip", "gfx1201", 32)}
 _NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -69,8 +69,11 @@ def cases(target: str) -> dict[str, tuple[Any, dict[str, Any], dict[str, int], f
         experts_bf16._down_kernel,
         {**dense, "out_ptr": "*bf16", "WIDTH": 2560, "COLUMNS": 640, "STEP": 128},
         {"num_warps": 2},
-        5 * 8 * 128 / 64,
+        10 * 5 * 8 * 128 / 64,
     )
+    mixer = {"normed_ptr": "*bf16", "weight_ptr": "*bf16", "part_ptr": "*fp32", "out_ptr": "*bf16", "COUNT": 4, "HIDDEN": 2560, "RANK": 320, "PTX": ptx}
+    found["narrow bf16"] = hyper_bf16._narrow_kernel, {**mixer, "ROWS": 8, "STEP": 512}, {"num_warps": 8}, 8 * 2560 / 256
+    found["wide bf16"] = hyper_bf16._wide_kernel, {**mixer, "WIDTH": 512, "PLACES": 16}, {"num_warps": 4}, 4 * 16 * 512 / 128
     route = {"logits_ptr": "*fp32", "ids_ptr": "*i32", "weights_ptr": "*fp32", "experts": "i32", "TOPK": 10, "PLACES": 16, "WIDTH": 512, "NORMALISE": True}
     found["router"] = router._route_kernel, route, {"num_warps": 1}, 512 / 32
     rows = {"ids_ptr": "*i64", "out_ptr": "*bf16", "rows": "i32", "COLS": 160, "WIDTH": 256}

@@ -42,8 +42,8 @@ def model_of(folder: Path, plan: dict[str, ComponentPlan], dtype: torch.dtype, b
 
 @pytest.mark.parametrize(
     ("plan", "dtype", "kinds"),
-    [({}, torch.float32, (DecodeStep,)), (INT8, torch.float16, (DecodeStep, ChainStep))],
-    ids=["plain", "kernels"],
+    [({}, torch.float32, (DecodeStep,)), ({}, torch.float16, (DecodeStep,)), (INT8, torch.float16, (DecodeStep, ChainStep))],
+    ids=["plain", "filed", "kernels"],
 )
 @torch.no_grad()
 def test_steps_equal_the_forward_code(tmp_path: Path, plan: dict[str, ComponentPlan], dtype: torch.dtype, kinds: tuple[type[Any], ...]) -> None:

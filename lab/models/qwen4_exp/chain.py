@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from lab.errors import LabError
-from lab.kernels import attention_step, delta_step, mixer_step, moe_step, ngram_step, project_step
+from lab.kernels import attention_step, delta_step, mixer_step, moe_step, project_step
 from lab.kernels.experts import LowBitExperts
 from lab.kernels.mixer_step import Streams
 from lab.kernels.quads import quad_order
 from lab.models.qwen4_exp.delta import DeltaState
 from lab.models.qwen4_exp.hyper import HyperMixer
+from lab.models.qwen4_exp.injection_step import StepInjection
 from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
 from lab.models.qwen4_exp.moe import SparseMoe
-from lab.models.qwen4_exp.ngram import NGramInjection
 from lab.models.qwen4_exp.sparse_attention import AttentionState, RotaryTables
 from lab.models.qwen4_exp.step import DecodeStep, StepAttention, StepDelta, StepMoe
 from lab.models.qwen4_exp.step_parts import Small, Stacked
@@ -129,21 +129,21 @@ class ChainMoe:
         self.step = StepMoe(block, dtype)
         self.config, self.shared = block.config, self.step.shared
         self.experts: Any = block.experts
-        if self.shared.fused is None:
+        if not isinstance(fused := self.shared.fused, LowBitExperts):
             raise LabError("chained step: the shared expert is not int8")
-        _require(moe_step.refused(self.shared.fused.gate_up_planes, self.shared.fused.down_planes))
+        self.fused = fused
+        _require(moe_step.refused(fused.gate_up_planes, fused.down_planes))
         self.take: Any = getattr(self.experts, "take", None)
         """Of experts kept in part (lab.placement.tiered): expert numbers to slots, what is missing brought into them."""
         slots = self.experts.slots if isinstance(self.experts, KernelExperts) else getattr(self.experts, "slot_kernel", None)
         self.low_bit = slots if isinstance(slots, LowBitExperts) else None
 
     def __call__(self, x: Tensor, quads: Tensor, streams: Streams, given: Tensor, norm: Tensor) -> Streams:
-        c, shared = self.config, self.shared
-        assert shared.fused is not None
+        c, shared, fused = self.config, self.shared, self.fused
         for op in (self.step.router, shared.gate, shared.up, shared.down):
             op.count(len(x))
-        logits, inner = moe_step.route(x, quads, self.step.router.weight, shared.fused.gate_up_planes)
-        ids, weights, _, extra = moe_step.choose(logits, c.experts_per_token, c.norm_topk_prob, inner, shared.fused.down_planes)
+        logits, inner = moe_step.route(x, quads, self.step.router.weight, fused.gate_up_planes)
+        ids, weights, _, extra = moe_step.choose(logits, c.experts_per_token, c.norm_topk_prob, inner, fused.down_planes)
         if self.low_bit is not None:
             if self.take is None:
                 self.experts.count(ids.numel())
@@ -159,22 +159,6 @@ class ChainMoe:
         else:
             routed = self.experts(x, ids.long(), weights.to(x.dtype))
         return mixer_step.add(streams, routed, extra, given, norm)
-
-
-class ChainInjection:
-    """The n-gram module."""
-
-    def __init__(self, ple: NGramInjection) -> None:
-        self.ple = ple
-        self.project = Stacked(ple.key, ple.value)
-        self.taps = ple.taps.squeeze(1).T.contiguous()
-
-    def __call__(self, streams: Streams, ids: Tensor, state: ModelState, norm: Tensor) -> Streams:
-        ple, c = self.ple, self.ple.config
-        assert state.ple is not None
-        rows = ngram_step.hashed_rows(ids, state.ple.tokens, ple.multipliers, ple.sizes, ple.offsets, c.eos_token_id)
-        mixed = self.project(ple.table(rows).flatten(1))
-        return ngram_step.inject(mixed, streams, (ple.norms[0], ple.norms[1], ple.norms[2]), self.taps, state.ple.conv, c.ngram_size, norm, c.rms_norm_eps)
 
 
 class ChainStep:
@@ -205,12 +189,12 @@ class ChainStep:
                 self.blocks.append(ChainDelta(delta))
                 self._plain.append(delta)
         self.moes = [ChainMoe(layer.moe, dtype) for layer in model.layers]
-        self.injections = [None if layer.ple is None else ChainInjection(layer.ple) for layer in model.layers]
+        self.injections = [None if layer.ple is None else StepInjection(layer.ple) for layer in model.layers]
         self.tables = RotaryTables(self.config, self.device, dtype)
 
     def for_more(self) -> DecodeStep:
         """The step for more sequences, on the same joined weights."""
-        return DecodeStep(self.model, self.device, self.dtype, self._plain, [moe.step for moe in self.moes])
+        return DecodeStep(self.model, self.device, self.dtype, self._plain, [moe.step for moe in self.moes], self.injections)
 
     def __call__(self, ids: Tensor, state: ModelState, position: Tensor) -> Tensor:
         """Advances the tensors of `state` by one token; `state.length` is the caller's business."""

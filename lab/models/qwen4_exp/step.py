@@ -1,7 +1,7 @@
 """One decode step of `qwen4_exp` with fixed shapes: no host read, no shape that depends on the position, so that it can be captured as a graph.
 
 The same weights and the same state as the plain forward code, which it must equal to rounding; tests compare both. Positions are a number on the device.
-The kernels are those of lab.kernels; where a path's codec has none, the plain operation is called. The n-gram module is the plain code.
+The kernels are those of lab.kernels; where a path's codec has none, the plain operation is called.
 What it does not prove: that a step can be captured, which the engine tries and records (lab.engines.graphs).
 """
 
@@ -14,17 +14,20 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from lab.errors import LabError
-from lab.kernels import attention_step, delta_step, hyper_step, indexer_step, rows_step
+from lab.kernels import attention_step, delta_step, hyper_bf16, hyper_step, indexer_step, rows_step
 from lab.kernels.backend import use_ptx
+from lab.kernels.experts import LowBitExperts
 from lab.kernels.hyper_step import Pending
 from lab.kernels.indexer_prefill import MOST_BLOCKS
+from lab.kernels.mixer_step import Streams
 from lab.kernels.prefetch_step import prefetch
 from lab.models.qwen4_exp.delta import DeltaState, GatedDelta
-from lab.models.qwen4_exp.hyper import HyperMixer, write_back
+from lab.models.qwen4_exp.hyper import HyperMixer
+from lab.models.qwen4_exp.injection_step import StepInjection
 from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
 from lab.models.qwen4_exp.moe import SparseMoe
 from lab.models.qwen4_exp.sparse_attention import AttentionState, RotaryTables, SparseAttention
-from lab.models.qwen4_exp.step_parts import Shared, Small, Stacked
+from lab.models.qwen4_exp.step_parts import Shared, Small, Stacked, as_filed
 from lab.ops_gpu import KernelExperts, KernelLinear
 
 AHEAD_BYTES = 0
@@ -79,6 +82,7 @@ class StepMixer:
         self.up: Any = mixer.up
         self.inject = None if mixer.inject is None else Small(dtype, mixer.inject)
         self.fused = dtype.itemsize == 2 and _mixes(mixer.down, mixer.up, self.config.hc_count)
+        self.plain = [weight for op in (mixer.down, mixer.up) if (weight := as_filed(op)) is not None]
 
     def __call__(self, streams: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor]:
         batch, count, _ = streams.shape
@@ -90,6 +94,10 @@ class StepMixer:
             self.down.count(batch)
             self.up.count(batch)
             return hyper_step.mix_streams(normed, self.down.int8.planes, self.up.int8.planes), share
+        if len(self.plain) == 2 and normed.element_size() == 2:
+            self.down.count(batch)
+            self.up.count(batch)
+            return hyper_bf16.mix_streams(normed, self.plain[0], self.plain[1]), share
         flat = normed.flatten(1)
         amount = torch.sigmoid(self.up(silu(self.down(flat) / count)))
         return (amount * flat).unflatten(-1, (count, -1)).mean(-2), share
@@ -183,9 +191,17 @@ class StepMoe:
 class DecodeStep:
     """A model's step: (ids int64 [B, 1], state, position int32 [1]) -> logits [B, 1, V]. Weights are joined once, here."""
 
-    def __init__(self, model: Qwen4Exp, device: torch.device, dtype: torch.dtype, blocks: list[Any] | None = None, moes: list[StepMoe] | None = None) -> None:
-        """`blocks` and `moes`: those of another step of this model, whose joined weights are shared. Raises LabError with the reason where a part of this
-        model has no step."""
+    def __init__(
+        self,
+        model: Qwen4Exp,
+        device: torch.device,
+        dtype: torch.dtype,
+        blocks: list[Any] | None = None,
+        moes: list[StepMoe] | None = None,
+        injections: list[StepInjection | None] | None = None,
+    ) -> None:
+        """`blocks`, `moes` and `injections`: those of another step of this model, whose joined weights are shared. Raises LabError with the reason where a
+        part of this model has no step."""
         self.model, self.config, self.device, self.dtype = model, model.config, device, dtype
         c = self.config
         self.mixers = [(StepMixer(layer.attn_mixer, dtype), StepMixer(layer.mlp_mixer, dtype)) for layer in model.layers]
@@ -193,6 +209,7 @@ class DecodeStep:
             StepAttention(layer.attention, dtype) if layer.attention is not None else StepDelta(_delta(layer.delta), dtype) for layer in model.layers
         ]
         self.moes = moes or [StepMoe(layer.moe, dtype) for layer in model.layers]
+        self.injections = injections or [None if layer.ple is None else StepInjection(layer.ple) for layer in model.layers]
         self.last = StepMixer(model.mixer, dtype)
         self.tables = RotaryTables(c, device, dtype)
         self.beside, self.fetch = Beside(device), Beside(device)
@@ -203,10 +220,10 @@ class DecodeStep:
         tables = self.tables(state.capacity)
         streams = self.model.embed(ids).expand(-1, self._count, -1).contiguous()
         pending: Pending | None = None
-        for index, layer in enumerate(self.model.layers):
-            if layer.ple is not None:
-                streams, pending = self._inject(streams, pending, layer.ple, ids, state), None
-            before, after = self.mixers[index]
+        for index, (before, after) in enumerate(self.mixers):
+            if (injection := self.injections[index]) is not None:
+                self._inject(injection, streams, pending, ids, state, before.norm)
+                pending = None
             x, given = before(streams, pending)
             own: Any = state.layers[index]
             block = self.blocks[index]
@@ -223,7 +240,7 @@ class DecodeStep:
     def _next(self, index: int) -> list[Region]:
         """What is read after a layer's routed experts: its shared expert, then the next layer's mixer and the beginning of its projections."""
         shared = self.moes[index].shared
-        found = [] if shared.fused is None else [(shared.fused.gate_up_planes.words, 1 << 30)]
+        found = [(shared.fused.gate_up_planes.words, 1 << 30)] if isinstance(shared.fused, LowBitExperts) else []
         following = self.mixers[index + 1][0] if index + 1 < len(self.mixers) else self.last
         found += _words(following.down, following.up)
         if index + 1 < len(self.blocks) and (whole := self.blocks[index + 1].project.whole) is not None:
@@ -236,14 +253,12 @@ class DecodeStep:
             with self.fetch:
                 prefetch(regions)
 
-    def _inject(self, streams: Tensor, pending: Pending | None, ple: Any, ids: Tensor, state: ModelState) -> Tensor:
-        """The n-gram module on streams with the pending output written back first."""
-        flat = streams.flatten(1).unsqueeze(1)
+    def _inject(self, injection: StepInjection, streams: Tensor, pending: Pending | None, ids: Tensor, state: ModelState, norm: Tensor) -> None:
+        """The n-gram module on the streams, in place, with the pending output written back first."""
         if pending is not None:
-            y, extra, given = pending
-            injection = 2 * torch.sigmoid(given.sum(1) / self._count)
-            flat = write_back(flat, (y if extra is None else y + extra).unsqueeze(1), injection.to(y.dtype).unsqueeze(1))
-        return (flat + ple(flat, ids, state.ple)).view_as(streams)
+            hyper_step.norm_streams(streams, pending, norm, None, self.config.rms_norm_eps)  # for the streams; what they are normed to is not used
+        scaled = torch.empty_like(streams, dtype=torch.float16)  # for a chain's mixer; not used either
+        injection(Streams(streams, scaled, scaled), ids, state, norm)
 
 
 def _mixes(down: Any, up: Any, count: int) -> bool:

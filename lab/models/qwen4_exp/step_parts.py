@@ -17,6 +17,7 @@ from torch.nn.functional import silu
 
 from lab.errors import LabError
 from lab.kernels.experts import LowBitExperts
+from lab.kernels.experts_bf16 import Bf16Experts
 from lab.kernels.planes import ROWS, Planes
 from lab.kernels.rows_step import small_product
 from lab.kernels.trunk import Int8Linear
@@ -74,6 +75,14 @@ def _decoded(op: PackedLinear | BlockLinear, dtype: torch.dtype) -> Tensor:
     return whole if op.order is None else torch.empty_like(whole).index_copy_(1, op.order.long(), whole)
 
 
+def as_filed(op: Any) -> Tensor | None:
+    """The bfloat16 matrix [out, in] of an operation that multiplies with the file's own weights in their order, or None."""
+    if not isinstance(op, PackedLinear) or len(op.blocks) != 1 or op.order is not None or op.blocks[0].codec.name != "bf16":
+        return None
+    weight = op.blocks[0].parts["weight"]
+    return weight if weight.dtype == torch.bfloat16 and weight.is_contiguous() else None
+
+
 class Small:
     """Matrices of a few rows, decoded once and stacked, for kernels that read rows themselves. x [B, in] -> [B, sum of out]."""
 
@@ -88,11 +97,19 @@ class Small:
     def count(self, rows: int) -> None:
         """Counts one call."""
         for packed in self.packed:
-            packed.count(rows, 2 * rows * packed.shape[0] * packed.shape[1])
+            packed.count_product(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
         self.count(len(x))
         return small_product(x, self.weight)
+
+
+def _one_expert(ops: Sequence[Any], gate: Tensor, up: Tensor, down: Tensor) -> Bf16Experts:
+    """The shared expert as the only one of a stack. The first two operations' weights become views of the joined ones, so that their own copies are freed."""
+    both = torch.cat([gate, up])
+    for op, part in zip(ops, both.split(len(gate)), strict=True):
+        op.blocks[0].parts["weight"] = part
+    return Bf16Experts(both[None], down[None])
 
 
 class Shared:
@@ -100,9 +117,13 @@ class Shared:
 
     def __init__(self, gate: Any, up: Any, down: Any) -> None:
         self.gate, self.up, self.down = gate, up, down
-        self.fused: LowBitExperts | None = None
+        self.fused: LowBitExperts | Bf16Experts | None = None
         self.ids: dict[int, Tensor] = {}
-        if all(isinstance(op, KernelLinear) for op in (gate, up, down)) and (both := joined([gate.int8.planes, up.int8.planes], 1)) is not None:
+        self._tiles: tuple[Any, ...] = ((8, 64, 1, 4),), ((8, 32, 1, 2),)
+        filed = [weight for op in (gate, up, down) if (weight := as_filed(op)) is not None]
+        if len(filed) == 3:
+            self.fused, self._tiles = _one_expert((gate, up), *filed), ((), ())
+        elif all(isinstance(op, KernelLinear) for op in (gate, up, down)) and (both := joined([gate.int8.planes, up.int8.planes], 1)) is not None:
             _share((gate, up), both, 1)
             self.fused = LowBitExperts(both, down.int8.planes)
 
@@ -112,14 +133,14 @@ class Shared:
             return silu(self.gate(x)) * self.up(x)
         self.gate.count(len(x))
         self.up.count(len(x))
-        return self.fused.gate_up(x, self._none(x), (8, 64, 1, 4))
+        return self.fused.gate_up(x, self._none(x), *self._tiles[0])
 
     def outer(self, h: Tensor, share: Tensor, dtype: torch.dtype) -> Tensor:
         """`share` times the down projection of `inner`'s result."""
         if self.fused is None or h.ndim < 3:
             return share.to(dtype) * self.down(h)
         self.down.count(len(h))
-        return self.fused.down(h, self._none(h), share, dtype, (8, 32, 1, 2))
+        return self.fused.down(h, self._none(h), share, dtype, *self._tiles[1])
 
     def _none(self, x: Tensor) -> Tensor:
         """Expert 0 for every token: the only one."""
