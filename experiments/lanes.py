@@ -1,6 +1,6 @@
 """Runs cells of an experiment on several GPUs of one machine within a time limit, one lane of cells per GPU:
 
-    python -m experiments.lanes flash_next_h200 --seconds 560 --out records --lane "200: path=tiered layers=48" --lane "path=ple_q2" --then "layers=6 / layers=3"
+    python -m experiments.lanes flash_next_h200 --seconds 560 --out out --lane "200: path=tiered layers=48" --lane "path=ple_q2" --then "layers=6 / layers=3"
 
 Each lane is a list of `lab run experiment=NAME WORDS` in order (a list of values, layers=3,6, makes several cells of one), with a GPU and a runs folder of its
 own, because one runs folder measures one cell at a time. What stands after `--then` is taken by whichever lane has done its own. `200:` says that a run needs
