@@ -15,7 +15,8 @@ from lab.compose import compose_cells
 from lab.exchange import take_in
 from lab.experiment import load_experiment
 from lab.matrix import Matrix, build_matrix
-from lab.parcels import Parcel
+from lab.metrics import METRICS
+from lab.parcels import Parcel, read_parcels
 from lab.project import Project
 from lab.record import Record
 from lab.report.build import assess, render
@@ -37,6 +38,18 @@ def _composed(words: tuple[str, ...]) -> Cell:
 def stage(name: str, records: list[Record] | None = None) -> Matrix:
     """A registered stage set against these records."""
     return build_matrix(load_experiment(name, EXPERIMENTS), records or [], lambda words: _composed(tuple(words)))
+
+
+def first_gpu_records() -> list[Record]:
+    """The first records of kestrel_small - a cell on a GPU and the two on its host's CPU - as today's protocols would have them: what a report says of
+    multiples, flips and machines has to be tested whether or not a GPU was at hand since a protocol changed. Later records do not change them."""
+    records = [parcel.record for parcel in read_parcels(EXPERIMENTS / "kestrel_small" / "records.jsonl.gz")]
+    return [_as_of_today(one) for one in records if one.started_at < "2026-11-30T17"]
+
+
+def _as_of_today(record: Record) -> Record:
+    now = {name: METRICS[name].protocol for name in record.metrics}
+    return record.model_copy(update={"metrics": {name: one.model_copy(update={"protocol": now[name]}) for name, one in record.metrics.items()}})
 
 
 @cache

@@ -15,12 +15,10 @@ import lab.report.bars
 import lab.report.depth_charts
 import lab.report.quality_chart
 from lab.matrix import Matrix, build_matrix
-from lab.parcels import read_parcels
-from lab.record import Record
 from lab.report.chart_names import chart_names
 from lab.report.tables import label
 from tests.matrix_helpers import SMALL, cell, complete, compose, measured, record, small
-from tests.report.support import EXPERIMENTS, stage
+from tests.report.support import first_gpu_records, stage
 from tests.report.test_files import charts_of
 
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
@@ -47,13 +45,9 @@ def check(name: str, svg: str) -> None:
     assert axes and abs(float(axes[3]) - float(axes[1])) > width / 3, f"{name}: the axes have no room"
 
 
-def records_of(name: str) -> list[Record]:
-    return [parcel.record for parcel in read_parcels(EXPERIMENTS / name / "records.jsonl.gz")]
-
-
 @pytest.fixture(scope="module")
 def kestrel() -> Matrix:
-    return stage("kestrel_small", records_of("kestrel_small"))
+    return stage("kestrel_small", first_gpu_records())
 
 
 def test_the_charts_of_a_stage_with_long_names_stay_on_the_page(kestrel: Matrix) -> None:

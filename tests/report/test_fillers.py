@@ -16,14 +16,13 @@ import pytest
 from lab.compose import compose_cells
 from lab.console import print_result
 from lab.matrix import Matrix, build_matrix
-from lab.parcels import read_parcels
 from lab.project import Project
 from lab.record import Gap, Record, Status
 from lab.report.fillers import asked, filler, gap_word
 from lab.report.numbers import as_registered, number, with_unit
 from lab.report.provenance import origin
 from tests.matrix_helpers import cell, compose, measured, record, small
-from tests.report.support import EN, EXPERIMENTS, ZH, named_section, stage, stage_text, table_rows, text_of
+from tests.report.support import EN, ZH, first_gpu_records, named_section, stage, stage_text, table_rows, text_of
 
 OTHER = "python -m lab run path=fine model=nano device=cpu layers=3"
 RUN = "python -m lab run model=nano path=fine layers=3 device=cpu"
@@ -36,7 +35,7 @@ def gap(status: Status, reason: str, fill: str = RUN) -> Gap:
 
 @pytest.fixture(scope="module")
 def kestrel() -> Matrix:
-    return stage("kestrel_small", [parcel.record for parcel in read_parcels(EXPERIMENTS / "kestrel_small" / "records.jsonl.gz")])
+    return stage("kestrel_small", first_gpu_records())
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def test_every_record_is_of_an_expected_cell_on_an_h200(parcels: list[Parcel], m
     expected = {row.key for row in matrix.rows}
     for parcel in parcels:
         assert parcel.record.cell_hash in expected, parcel.record.cell_id
-        assert "H200" in str(parcel.record.provenance["environment"].get("gpu", "H200")), "a gap may have ended before a GPU was looked at"
+        environment = parcel.record.provenance.get("environment", {})  # an attempt that was interrupted, or ended before a GPU was looked at, says nothing
+        assert "H200" in str(environment.get("gpu", "H200"))
 
 
 def test_goals_are_told_apart_from_what_was_not_measured(tmp_path: Path) -> None:
