@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lab.errors import LabError
+from lab.experiment import load_experiment
+from lab.project import find_project
 from lab.signals import StopSignals
 
 GRACE_S = 25.0
@@ -31,6 +35,7 @@ EXPORT_S = 5.0
 LEAST_S = 30.0
 """Nothing is started with less than this before it would be interrupted."""
 _LAB = (sys.executable, "-m", "lab")
+_WORD = re.compile(r"[\w.+~@/-]+=")
 _VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
@@ -48,8 +53,8 @@ def cells_of(lane: str) -> list[Wanted]:
     for part in lane.split(" / "):
         words = part.split()
         number = words[0][:-1] if words and words[0].endswith(":") else ""
-        least_s, words = (float(number), words[1:]) if number.isdigit() else (0.0, words)
-        if not words or any("=" not in word for word in words):
+        least_s, words = (float(number), words[1:]) if number.isdecimal() else (0.0, words)
+        if not words or not all(_WORD.match(word) for word in words):
             raise ValueError(f"{lane!r}: cells are KEY=VALUE words after SECONDS: or nothing; they stand between slashes with spaces around them")
         found.append(Wanted(tuple(words), least_s))
     return found
@@ -70,10 +75,14 @@ class Queue:
 
 def gpus_of(lanes: int, environment: Mapping[str, str]) -> list[str]:
     """What each lane's processes shall see: the GPUs that this process may see, in order. Raises ValueError where there are fewer than lanes."""
-    given = next((environment[name] for name in _VISIBLE if environment.get(name)), None)
-    gpus = [str(number) for number in range(lanes)] if given is None else [gpu.strip() for gpu in given.split(",") if gpu.strip()]
+    given = next((environment[name] for name in _VISIBLE if name in environment), None)
+    gpus = (
+        [str(number) for number in range(lanes)]
+        if given is None
+        else list(dict.fromkeys(gpu for gpu in map(str.strip, given.split(",")) if gpu not in ("", "-1")))
+    )
     if len(gpus) < lanes:
-        raise ValueError(f"{lanes} lanes and {len(gpus)} visible GPUs ({given}): give as many lanes as GPUs")
+        raise ValueError(f"{lanes} lanes and {len(gpus)} visible GPUs ({given or 'none are visible'}): give as many lanes as GPUs")
     return gpus
 
 
@@ -91,7 +100,14 @@ class Lane:
     outcomes: list[tuple[str, int | str]] = field(default_factory=list)
 
     def run(self, end: float, stop: StopSignals) -> None:
-        """Until `end` (time.monotonic) or a signal; then exports."""
+        """Until `end` (time.monotonic) or a signal; then exports. A lane that cannot go on says why in its outcomes."""
+        try:
+            self._run(end, stop)
+        except OSError as error:  # a full disk, a log that cannot be written, a command that cannot be started
+            self.outcomes.append((f"lane {self.number}", f"failed: {error}"))
+            print(f"lane {self.number}: failed: {error}", flush=True)
+
+    def _run(self, end: float, stop: StopSignals) -> None:
         runs = self.out / f"runs-{self.number}"
         environment = {**os.environ, "LAB_RUNS": str(runs), **dict.fromkeys(_VISIBLE, self.gpu)}
         last = end - EXPORT_S - GRACE_S
@@ -131,6 +147,8 @@ def _outcome(child: subprocess.Popen[bytes], last: float, stop: StopSignals) -> 
             return child.wait(0.2)
         except subprocess.TimeoutExpired:
             continue
+    if (code := child.poll()) is not None:
+        return code
     child.send_signal(signal.SIGINT)
     try:
         child.wait(GRACE_S)
@@ -158,26 +176,33 @@ def run_lanes(lanes: Sequence[Lane], seconds: float) -> int:
     print(f"{len(told)} cells: {told.count(0)} OK, {told.count(3)} recorded gaps, {len(told) - told.count(0) - told.count(3)} others")
     if late:
         print(f"not started: {'; '.join(late)}")
-    return 130 if stop.received else 0 if set(told) <= {0, 3} else 1
+    return 130 if stop.received else 0 if told and set(told) <= {0, 3} else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """See `run_lanes`; 2 for a wrong command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    said = (__doc__ or "").splitlines()
+    parser = argparse.ArgumentParser(description=said[0], epilog="\n".join(said[2:]), formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment")
-    parser.add_argument("--lane", action="append", required=True, help="cells of one GPU: KEY=VALUE words, ' / ' between cells; may be given again")
+    parser.add_argument(
+        "--lane", action="append", required=True, help="cells of one GPU: KEY=VALUE words, ' / ' between cells, SECONDS: before one that needs them"
+    )
     parser.add_argument("--then", help="cells that any lane takes when its own are done, in order")
     parser.add_argument("--seconds", type=float, default=3600, help="time limit of everything")
     parser.add_argument("--out", type=Path, required=True, help="folder for runs, logs and exported records")
     asked = parser.parse_args(argv)
-    if asked.seconds < (least := LEAST_S + GRACE_S + EXPORT_S):
+    if not asked.seconds >= (least := LEAST_S + GRACE_S + EXPORT_S):
         parser.error(f"--seconds {asked.seconds:g}: at least {least:g}, or nothing would be started")
     try:
-        cells, then = [cells_of(lane) for lane in asked.lane], Queue(cells_of(asked.then) if asked.then else ())
+        cells, then = [cells_of(lane) for lane in asked.lane], Queue(() if asked.then is None else cells_of(asked.then))
         gpus = gpus_of(len(cells), os.environ)
-    except ValueError as error:
+        load_experiment(asked.experiment, find_project().root / "experiments")
+        late = [one for one in (*then.left, *(one for lane in cells for one in lane)) if one.least_s > asked.seconds - GRACE_S - EXPORT_S]
+        if late:
+            raise ValueError(f"{' '.join(late[0].words)} needs {late[0].least_s:g} s, and --seconds {asked.seconds:g} leaves fewer")
+        asked.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, LabError, OSError) as error:
         parser.error(str(error))
-    asked.out.mkdir(parents=True, exist_ok=True)
     out = asked.out.resolve()
     return run_lanes([Lane(asked.experiment, number, gpus[number], lane, out, then=then) for number, lane in enumerate(cells)], asked.seconds)
 

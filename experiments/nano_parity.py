@@ -20,6 +20,7 @@ from torch import Tensor
 from experiments.gpu_parts import missing_gpu
 from lab.artifacts import open_model
 from lab.compose import compose_cells
+from lab.devices import usable_cores
 from lab.engines.local import LocalEngine
 from lab.measure.divergence import kl_divergence
 from lab.measure.greedy import PROMPT_TOKENS, PROMPTS, Continuation, continuation, first_flip
@@ -91,13 +92,12 @@ def compare(cpu: Side, gpu: Side, limit: float, gap: float) -> list[tuple[bool, 
 
 def run(path: str, layers: int, windows: int, device: str = "cuda", new: int = 128, say: Callable[[str], None] = print) -> bool:
     """Each type on `device` against the CPU; says a line for each finding."""
-    words = ["model=nano", f"path={path}", f"layers={layers}", "bench=quick"]
-    torch.set_num_threads(min(THREADS, torch.get_num_threads()))
+    words = ["model=nano", f"path={path}", f"layers={layers}", "bench=quick", f"device.threads={min(THREADS, usable_cores())}"]
 
     def engine(where: str, dtype: str) -> LocalEngine:
-        return LocalEngine(compose_cells([*words, f"device={where}", f"device.compute_dtype={dtype}"])[0], ROOT)
+        return LocalEngine(compose_cells([f"device={where}", *words, f"device.compute_dtype={dtype}"])[0], ROOT)
 
-    cell = compose_cells([*words, "device=cpu"])[0]
+    cell = compose_cells(["device=cpu", *words])[0]
     corpus = load_corpus(open_model(ROOT, cell.model).tokenizer(), ROOT / cell.model.corpus)
     on_cpu, good = engine("cpu", "float32"), True
     for dtype, tokens in TOKENS.items():

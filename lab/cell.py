@@ -133,7 +133,7 @@ class BenchSpec(_Frozen):
 
 
 class DeviceSpec(_Frozen):
-    """Where it runs: a torch device string, the activation dtype, and the CPU threads used (0 = all cores)."""
+    """Where it runs: a torch device string, the activation dtype, and the CPU threads used (0: all cores, or as many as lab.engines.threads finds soonest)."""
 
     name: str
     torch_device: str

@@ -91,8 +91,10 @@ def beside(a: Record, b: Record) -> list[Unlike]:
     sides = []
     for record in (a, b):
         environment = {f"env.{key}": value for key, value in sorted((record.provenance.get("env") or {}).items())}
+        used = (record.provenance.get("environment") or {}).get("threads_used") or {}
+        threads = {f"threads for {phase}": used.get(phase) for phase in ("prompts", "steps") if used}
         code, weights = record.provenance.get("code_sha256"), record.artifact.get("sha256")
-        sides.append({"code": _start(code), "weights": _start(weights), **machine(record), **environment})
+        sides.append({"code": _start(code), "weights": _start(weights), **machine(record), **threads, **environment})
     return [*_differing(*sides), *_warned(a, b)]
 
 

@@ -91,7 +91,10 @@ def test_a_signal_ends_all_lanes_with_their_records_and_starts_nothing_more(sign
 )
 def test_lanes_stay_within_the_gpus_that_are_visible(environment: dict[str, str], found: list[str]) -> None:
     assert gpus_of(2, environment) == found
-    assert gpus_of(1, {"CUDA_VISIBLE_DEVICES": "4"}) == ["4"]
+    assert gpus_of(1, {"CUDA_VISIBLE_DEVICES": "4"}) == ["4"] and gpus_of(1, {"CUDA_VISIBLE_DEVICES": "1,-1"}) == ["1"]
+    for none in ("", "-1", "0,0"):
+        with pytest.raises(ValueError, match="2 lanes and [01] visible GPUs"):
+            gpus_of(2, {"CUDA_VISIBLE_DEVICES": none})
 
 
 @pytest.mark.parametrize(
@@ -103,6 +106,11 @@ def test_lanes_stay_within_the_gpus_that_are_visible(environment: dict[str, str]
         (["--lane", "a=1", "--then", "x: a=1"], "'x: a=1': cells are KEY=VALUE words"),
         (["--lane", "a=1", "--lane", "a=2", "--lane", "a=3"], "3 lanes and 2 visible GPUs (4,5)"),
         (["--lane", "a=1", "--seconds", "20"], "--seconds 20: at least 60"),
+        (["--lane", "a=1", "--seconds", "nan"], "--seconds nan: at least 60"),
+        (["--lane", "200:a=1"], "'200:a=1': cells are KEY=VALUE words"),
+        (["--lane", "²: a=1"], "'²: a=1': cells are KEY=VALUE words"),
+        (["--lane", "a=1", "--then", ""], "'': cells are KEY=VALUE words"),
+        (["--lane", "a=1", "--then", "500: b=1", "--seconds", "100"], "b=1 needs 500 s, and --seconds 100 leaves fewer"),
     ],
 )
 def test_what_cannot_be_run_is_a_wrong_command(
@@ -110,5 +118,18 @@ def test_what_cannot_be_run_is_a_wrong_command(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(SystemExit, match="2"):
-        lanes.main(["mine", "--out", str(tmp_path / "o"), *words])
+        lanes.main(["nano", "--out", str(tmp_path / "o"), *words])
     assert told in capsys.readouterr().err and not (tmp_path / "o").exists()
+
+
+def test_an_experiment_or_a_folder_that_there_cannot_be_is_a_wrong_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for name, out, told in (("nosuch", "o", "nosuch"), ("nano", "file", "File exists")):
+        with pytest.raises(SystemExit, match="2"):
+            lanes.main([name, "--out", str(tmp_path / out), "--lane", "a=1"])
+        assert told in capsys.readouterr().err
+
+
+def test_a_lane_that_cannot_go_on_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_lanes([Lane("mine", 0, "0", cells_of("a=1"), tmp_path, (str(tmp_path / "missing"),))], 100) == 1
+    assert "lane 0: failed: " in capsys.readouterr().out

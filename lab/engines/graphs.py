@@ -167,11 +167,11 @@ class Graphs:
             return None
         found = self.model.logits(ids.to(self.device), state, True)  # this call runs as it is; the next of this shape is a replay
         try:
-            if len(self._prompts) >= MOST_PROMPTS:
-                del self._prompts[next(iter(self._prompts))]
             self._prompts[shape] = PromptGraph(self.model, *shape, self.device, self.dtype, self.counters, self._prompt_pool)
         except RuntimeError as error:
             self._uncaptured[shape] = f"not captured: {flat(error)}"
+        if len(self._prompts) > MOST_PROMPTS:
+            del self._prompts[next(iter(self._prompts))]
         return found
 
     def evidence(self) -> dict[str, Any]:

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 LONGEST_S = 1.0
-"""A call that takes longer than this on all cores is not held up by threads that wait for one another: nothing else is tried."""
+"""A call that takes longer than this is made once for a number, and is not warmed up."""
+TOO_LONG_S = 15.0
+"""One that takes longer than this on all cores is left to them: trying would take minutes."""
 WORSE = 2.0
 """Fewer threads are tried until they take so many times as long as the best so far."""
 TRIED_TOKENS = 64
-"""Tokens of the prompt that is tried, and before the step that is: ids one after another, as many as the vocabulary has."""
+"""Tokens of the prompt that is tried: ids one after another, as many as the vocabulary has. The step tried stands behind them; in llama.cpp alone."""
 _RUNS = 3
 
 
@@ -47,23 +49,29 @@ class Threads:
 
 
 def soonest(call: Callable[[], object], most: int, use: Callable[[int], object]) -> tuple[int, dict[str, float]]:
-    """(the number of threads with which `call` is soonest, {number: milliseconds} of those tried), from `most` downwards by halves; best of three each."""
+    """(the number of threads with which `call` is soonest, {number: milliseconds} of those tried), from `most` downwards by halves; best of three each. `use`
+    was last called with that number, or where `call` raises with `most`."""
     best, tried, count = most, dict[str, float](), most
-    while count >= 1:
-        use(count)
-        call()
-        times = []
-        for _ in range(_RUNS):
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-            if times[-1] > LONGEST_S:
+    try:
+        while count >= 1:
+            use(count)
+            times = [_seconds(call)]
+            if times[0] <= LONGEST_S:
+                times = [_seconds(call) for _ in range(_RUNS)]
+            tried[str(count)] = 1e3 * min(times)
+            if tried[str(count)] < tried[str(best)]:
+                best = count
+            if tried[str(most)] > 1e3 * TOO_LONG_S or tried[str(count)] > WORSE * tried[str(best)]:
                 break
-        tried[str(count)] = 1e3 * min(times)
-        if tried[str(count)] < tried[str(best)]:
-            best = count
-        if min(times) > LONGEST_S or tried[str(count)] > WORSE * tried[str(best)]:
-            break
-        count //= 2
+            count //= 2
+    except BaseException:
+        use(most)
+        raise
     use(best)
     return best, tried
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started

@@ -121,6 +121,7 @@ def test_a_prompt_is_captured_after_its_first_run_up_to_a_size_and_so_many_shape
     monkeypatch.setattr(FakePrompt, "refuse", True)
     assert run(1, 7).shape[:2] == (1, 1) and run(1, 7) is None
     assert graphs.evidence()["prompt_reason"] == "1 x 7 tokens not captured: out of memory" and run(1, 6) == (1, 6)
+    assert graphs.evidence()["prompts"] == [[1, 5], [1, 6]], "what cannot be captured displaces nothing"
     monkeypatch.setattr(FakePrompt, "refuse", False)
     run(1, 8)
     assert run(1, 8) == (1, 8) and run(1, 7) is None, "one size that could not be captured says nothing of another, and is not tried again"

@@ -40,7 +40,9 @@ class Clock:
         ({32: 0.5, 16: 0.6, 8: 0.1, 4: 0.15, 2: 0.3}, 8, "32 16 8 4 2"),
         ({24: 0.010, 12: 0.012, 6: 0.021}, 24, "24 12 6"),
         ({3: 0.1, 1: 0.05}, 1, "3 1"),
-        ({32: 1.5}, 32, "32"),  # long calls do not wait for one another's threads
+        ({16: 1.5, 8: 0.02, 4: 0.05}, 8, "16 8 4"),  # a long call may be one whose threads wait for one another
+        ({8: 2.0, 4: 2.5, 2: 5.0}, 8, "8 4 2"),
+        ({32: 16.0}, 32, "32"),  # and here trying would take minutes
         ({1: 0.1}, 1, "1"),
     ],
 )
@@ -49,6 +51,13 @@ def test_halves_until_it_gets_worse(monkeypatch: pytest.MonkeyPatch, cost: dict[
     found = soonest(clock.call, max(cost), torch.set_num_threads)
     assert found[0] == best == clock.count and list(found[1]) == tried.split()
     assert found[1][str(best)] == pytest.approx(1e3 * cost[best])
+
+
+def test_a_call_that_fails_leaves_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, {8: 0.1})
+    with pytest.raises(KeyError):
+        soonest(clock.call, 8, torch.set_num_threads)
+    assert clock.count == 8
 
 
 def test_prompts_and_steps_have_numbers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
