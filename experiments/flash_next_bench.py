@@ -38,6 +38,7 @@ from lab.kernels import (
     rows_step,
     trunk,
 )  # fmt: skip
+from lab.measure.divergence import kl_divergence
 from lab.models.qwen4_exp import step
 
 ROOT = Path(__file__).parents[1]
@@ -62,8 +63,7 @@ def cell(*overrides: str) -> Cell:
 
 def kld(want: Tensor, got: Tensor) -> float:
     """Mean KL divergence in nat of logits [..., V]."""
-    p, q = (torch.log_softmax(t.double().cpu(), -1) for t in (want, got))
-    return float((p.exp() * (p - q)).sum(-1).mean())
+    return float(kl_divergence(*(logits.cpu().flatten(0, -2) for logits in (want, got))).mean())
 
 
 def stepped(engine: LocalEngine, ids: Tensor, prompt: int) -> Tensor:

@@ -46,6 +46,10 @@ class Wanted:
     words: tuple[str, ...]
     least_s: float = 0.0
 
+    def fits(self, seconds: float) -> bool:
+        """Whether it may be started with so many seconds left."""
+        return max(self.least_s, LEAST_S) <= seconds
+
 
 def cells_of(lane: str) -> list[Wanted]:
     """`a=1 b=2 / 90: c=3` -> [(a=1, b=2), (c=3) in 90 s]. Raises ValueError where a cell is empty or a word is no override."""
@@ -69,18 +73,16 @@ class Queue:
     def take(self, seconds: float) -> Wanted | None:
         """The first that so many seconds are enough for, or None."""
         with self._lock:
-            place = next((place for place, one in enumerate(self.left) if max(one.least_s, LEAST_S) <= seconds), None)
+            place = next((place for place, one in enumerate(self.left) if one.fits(seconds)), None)
             return None if place is None else self.left.pop(place)
 
 
 def gpus_of(lanes: int, environment: Mapping[str, str]) -> list[str]:
     """What each lane's processes shall see: the GPUs that this process may see, in order. Raises ValueError where there are fewer than lanes."""
     given = next((environment[name] for name in _VISIBLE if name in environment), None)
-    gpus = (
-        [str(number) for number in range(lanes)]
-        if given is None
-        else list(dict.fromkeys(gpu for gpu in map(str.strip, given.split(",")) if gpu not in ("", "-1")))
-    )
+    if given is None:
+        return [str(number) for number in range(lanes)]
+    gpus = list(dict.fromkeys(gpu for gpu in map(str.strip, given.split(",")) if gpu not in ("", "-1")))
     if len(gpus) < lanes:
         raise ValueError(f"{lanes} lanes and {len(gpus)} visible GPUs ({given or 'none are visible'}): give as many lanes as GPUs")
     return gpus
@@ -127,10 +129,10 @@ class Lane:
     def _cells(self, last: float, stop: StopSignals) -> Iterator[Wanted]:
         """Its own in order, then what is left for any; of those what there is time for."""
         for cell in self.cells:
-            if stop.received or last - time.monotonic() < max(cell.least_s, LEAST_S):
-                self._ended(cell, "not started", 0.0)
-            else:
+            if not stop.received and cell.fits(last - time.monotonic()):
                 yield cell
+            else:
+                self._ended(cell, "not started", 0.0)
         while not stop.received and (taken := self.then.take(last - time.monotonic())) is not None:
             yield taken
 
@@ -170,7 +172,7 @@ def run_lanes(lanes: Sequence[Lane], seconds: float) -> int:
             thread.join()
     told: list[int | str] = [outcome for lane in lanes for _, outcome in lane.outcomes]
     late = [words for lane in lanes for words, outcome in lane.outcomes if outcome == "not started"]
-    for queue in {id(lane.then): lane.then for lane in lanes}.values():
+    for queue in dict.fromkeys(lane.then for lane in lanes):  # one, as a rule
         late += [" ".join(one.words) for one in queue.left]
         told += ["not started"] * len(queue.left)
     print(f"{len(told)} cells: {told.count(0)} OK, {told.count(3)} recorded gaps, {len(told) - told.count(0) - told.count(3)} others")

@@ -55,7 +55,7 @@ def check_mixer(batch: int) -> Iterator[Error]:
 def check_mixer_bf16(batch: int) -> Iterator[Error]:
     """The mixer's projections with weights as released."""
     normed = draw(batch, STREAMS, HIDDEN)
-    down, up = (draw(RANK, STREAMS * HIDDEN) / 100).contiguous(), (draw(STREAMS * HIDDEN, RANK) / 18).contiguous()
+    down, up = draw(RANK, STREAMS * HIDDEN) / 100, draw(STREAMS * HIDDEN, RANK) / 18
     with poisoned():
         got = hyper_bf16.mix_streams(normed, down, up)
     yield f"mix bf16 B={batch}", relative_error(got, reference_mix(normed, down.float(), up.float()))

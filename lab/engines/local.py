@@ -18,7 +18,6 @@ from lab.artifacts.weights import Artifact
 from lab.cell import Cell, ComponentPlan
 from lab.codecs import create
 from lab.counters import Counters
-from lab.devices import usable_cores
 from lab.engines.graphs import Graphs
 from lab.engines.path_binder import PathBinder
 from lab.engines.strip_limits import strip_limits
@@ -38,9 +37,9 @@ class LocalEngine:
 
     def __init__(self, cell: Cell, root: Path, plan: dict[str, ComponentPlan] | None = None, artifact: str | None = None) -> None:
         """Loads the cell's first `layers` layers along its path (or along `plan`, from `artifact`). Raises LabError when the artifact does not fit."""
-        torch.set_num_threads(cell.device.threads or usable_cores())
-        self.threads, self._threads_given = Threads(torch.get_num_threads()), bool(cell.device.threads)
         self.device, self.dtype = usable_device(cell.device.torch_device), getattr(torch, cell.device.compute_dtype)
+        self.threads = Threads.of(cell.device)
+        torch.set_num_threads(self.threads.most)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         native.unavailable()  # compiled at the first use on a machine, which is no part of loading a model
@@ -88,9 +87,9 @@ class LocalEngine:
 
     @torch.no_grad()
     def settle_threads(self) -> dict[str, Any] | None:
-        """On a CPU whose `device.threads` is not given: finds the numbers of threads that are soonest, and says what was tried. None elsewhere, and where
-        weights are moved or built again while running. What runs for it is counted for no token."""
-        if self.device.type != "cpu" or self._threads_given or self.threads.most == 1 or self.tiers is not None or self.strips is not None:
+        """Finds the numbers of threads that are soonest, and says what was tried. None where they are fixed, and where weights are moved or built again
+        while running. What runs for it is counted for no token."""
+        if self.threads.fixed or self.tiers is not None or self.strips is not None:
             return None
         ids = torch.arange(TRIED_TOKENS)[None] % self.config.vocab_size
         state = self.model.new_state(1, TRIED_TOKENS + 1, self.device, self.dtype)

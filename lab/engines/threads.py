@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from lab.cell import DeviceSpec
+from lab.devices import usable_cores
+
 LONGEST_S = 1.0
 """A call that takes longer than this is made once for a number, and is not warmed up."""
 TOO_LONG_S = 15.0
@@ -26,11 +29,18 @@ _RUNS = 3
 
 
 class Threads:
-    """The numbers in use, and what was tried: {prompts: {threads: ms}, steps: {threads: ms}}."""
+    """The numbers in use, and what was tried: {prompts: {threads: ms}, steps: {threads: ms}}. `fixed`: nothing is to be tried."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, fixed: bool = False) -> None:
         self.prompts = self.steps = self.most = most
+        self.fixed = fixed
         self.tried: dict[str, dict[str, float]] = {}
+
+    @classmethod
+    def of(cls, device: DeviceSpec) -> Threads:
+        """As many as `device.threads` says, else all usable cores; fixed where it says so, where there is one core, and where a GPU computes."""
+        most = device.threads or usable_cores()
+        return cls(most, fixed=bool(device.threads) or most == 1 or torch.device(device.torch_device).type != "cpu")
 
     def use(self, tokens: int) -> None:
         """Before a forward pass over so many tokens of a sequence."""

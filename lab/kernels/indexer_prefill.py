@@ -115,6 +115,12 @@ def _choose_kernel(
     tl.store(bits_ptr + row * words + word, packed, mask=word < words)
 
 
+def choice_launch(blocks: int) -> tuple[int, int]:
+    """(places, warps) of a program that holds the scores of so many blocks."""
+    width = max(32, triton.next_power_of_2(blocks))
+    return width, min(8, max(1, width // 512))
+
+
 def block_keys(raw: Tensor, count: int, weight: Tensor, tables: tuple[Tensor, Tensor], block: int, eps: float) -> Tensor:
     """raw index keys [B, capacity, D], tables cos and sin [positions, rotary] from position 0 -> keys of the first `count` blocks [B, count, D]."""
     batch, _, d = raw.shape
@@ -143,7 +149,7 @@ def choose_blocks(scores: Tensor, start: int, block: int, budget: int) -> Tensor
     `budget` best of each query's complete blocks. Raises LabError beyond MOST_BLOCKS."""
     batch, tokens, blocks = scores.shape
     require(blocks <= MOST_BLOCKS, "indexer prefill", f"{blocks} blocks; at most {MOST_BLOCKS}")
-    words, width = triton.cdiv(blocks, 32), max(32, triton.next_power_of_2(blocks))
+    words, (width, warps) = triton.cdiv(blocks, 32), choice_launch(blocks)
     bits = torch.empty(batch, tokens, words, dtype=torch.int32, device=scores.device)
-    _choose_kernel[(tokens, batch)](scores, bits, start, blocks, words, budget, block, width, num_warps=min(8, max(1, width // 512)))
+    _choose_kernel[(tokens, batch)](scores, bits, start, blocks, words, budget, block, width, num_warps=warps)
     return bits

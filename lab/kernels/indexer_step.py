@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lab.kernels.attention_step import normed_rotated
 from lab.kernels.backend import chain_ptx, inputs_ready, jit, launch_options, let_next_start, require, require_gpu
-from lab.kernels.indexer_prefill import MOST_BLOCKS, best_blocks, pooled_keys
+from lab.kernels.indexer_prefill import MOST_BLOCKS, best_blocks, choice_launch, pooled_keys
 
 _TILE = 16  # blocks of one program
 
@@ -87,8 +87,6 @@ def choose_blocks(scores: Tensor, position: Tensor, block: int, budget: int) -> 
     batch, blocks = scores.shape
     require(blocks <= MOST_BLOCKS, "indexer step", f"{blocks} blocks; at most {MOST_BLOCKS}")
     chosen = torch.empty(batch, blocks, dtype=torch.uint8, device=scores.device)
-    width = max(32, triton.next_power_of_2(blocks))
-    _choose_kernel[(batch,)](
-        scores, position, chosen, blocks, budget, block, width, chain_ptx(), num_warps=min(8, max(1, width // 512)), **launch_options()
-    )  # fmt: skip
+    width, warps = choice_launch(blocks)
+    _choose_kernel[(batch,)](scores, position, chosen, blocks, budget, block, width, chain_ptx(), num_warps=warps, **launch_options())
     return chosen

@@ -61,9 +61,8 @@ def machine_bounds(device: torch.device, dtype: torch.dtype, threads: int, cache
     if done.returncode:
         raise GapError(Status.INFRA, f"measuring this machine's bandwidth failed with exit code {done.returncode}; the attempt's log says why")
     bounds: dict[str, Any] = {**identity, **json.loads(done.stdout), "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    if busy > (
-        _IDLE_CORES if device.type == "cpu" else max(_IDLE_CORES, _BESIDE_A_GPU * cores)
-    ):  # bounds of a shared machine are too low, and would make every later rate look impossible
+    allowed = _IDLE_CORES if device.type == "cpu" else max(_IDLE_CORES, _BESIDE_A_GPU * cores)
+    if busy > allowed:  # bounds of a shared machine are too low, and would make every later rate look impossible
         print(f"machine bounds are not kept: others used {busy:.1f} cores when they were measured", file=sys.stderr)
         return bounds | {"others_busy_cores": round(busy, 1)}
     try:

@@ -58,7 +58,7 @@ def test_every_number_is_measured_and_the_model_is_the_lab_engines(folder: Path,
 
 
 def test_threads_are_tried_and_counted_for_no_token(folder: Path, found: WorkerResult, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lab.engines.hf.engine.usable_cores", lambda: 2)
+    monkeypatch.setattr("lab.engines.threads.usable_cores", lambda: 2)
     cell = cell_for(folder, "qwen4_exp", 4)
     with pytest.MonkeyPatch.context() as patch:
         tried = attempt(cell.model_copy(update={"device": cell.device.model_copy(update={"threads": 0})}), folder, patch)

@@ -66,7 +66,7 @@ def test_a_sound_run_gives_every_number_that_llama_cpp_can_give(tmp_path: Path, 
 
 
 def test_threads_are_tried_in_contexts_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lab.engines.llama_cpp.attempt.usable_cores", lambda: 4)
+    monkeypatch.setattr("lab.engines.threads.usable_cores", lambda: 4)
 
     def soonest(call: Any, most: int, use: Any) -> tuple[int, dict[str, float]]:
         for count in (most, most // 2):

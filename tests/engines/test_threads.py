@@ -76,7 +76,7 @@ def test_prompts_and_steps_have_numbers_of_their_own(monkeypatch: pytest.MonkeyP
 
 
 def test_an_engine_tries_counts_nothing_and_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lab.engines.local.usable_cores", lambda: 2)
+    monkeypatch.setattr("lab.engines.threads.usable_cores", lambda: 2)
     cell, given = (compose_cells(["model=nano", "path=expert_q2", "layers=2", "device=cpu", *words])[0] for words in ([], ["device.threads=2"]))
     engine = LocalEngine(cell, ROOT)
     ids = torch.arange(1, 20)[None]

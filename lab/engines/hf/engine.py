@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lab.attempt import one_line
 from lab.cell import Cell
 from lab.counters import Counters
-from lab.devices import usable_cores
 from lab.engines.hf.loading import load
 from lab.engines.local import is_out_of_memory, peak_resident_bytes, usable_device
 from lab.engines.threads import TRIED_TOKENS, Threads
@@ -55,9 +54,9 @@ class HfEngine:
 
     def __init__(self, cell: Cell, root: Path) -> None:
         """Raises GapError with transformers' own error where it cannot load the cell."""
-        torch.set_num_threads(cell.device.threads or usable_cores())
-        self.threads, self._threads_given = Threads(torch.get_num_threads()), bool(cell.device.threads)
         self.device, self.dtype = usable_device(cell.device.torch_device), getattr(torch, cell.device.compute_dtype)
+        self.threads = Threads.of(cell.device)
+        torch.set_num_threads(self.threads.most)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         started = time.perf_counter()
@@ -86,7 +85,7 @@ class HfEngine:
 
     def settle_threads(self) -> dict[str, Any] | None:
         """As `LocalEngine.settle_threads`; None, too, where the model does not run, which its measurements will say."""
-        if self.device.type != "cpu" or self._threads_given or self.threads.most == 1:
+        if self.threads.fixed:
             return None
         ids = torch.arange(TRIED_TOKENS)[None] % self.model.get_input_embeddings().num_embeddings
         state, fed = self.new_state(1, 2 * TRIED_TOKENS), self.fed

@@ -21,7 +21,6 @@ import torch
 from lab.artifacts import open_artifact
 from lab.artifacts.gguf import Gguf, open_gguf
 from lab.attempt import Attempt, one_line, valued
-from lab.devices import usable_cores
 from lab.engines.llama_cpp.library import build_facts, library
 from lab.engines.llama_cpp.log import Log, placement
 from lab.engines.llama_cpp.quality import TOKENS, batch_tokens, forward, step_parity, tokenization, tolerance
@@ -101,12 +100,12 @@ class LlamaCppAttempt(Attempt):
         if device.type == "cuda" and not gpu_build:
             how = "build llama-cpp-python for it, as with CMAKE_ARGS=-DGGML_CUDA=on (ROCm: -DGGML_HIP=on)"
             raise GapError(Status.UNSUPPORTED, f"device {device}: this llama.cpp was built without a GPU backend; {how}")
-        return Settings(threads=self.cell.device.threads or usable_cores(), gpu=(device.index or 0) if device.type == "cuda" else None)
+        return Settings(threads=Threads.of(self.cell.device).most, gpu=(device.index or 0) if device.type == "cuda" else None)
 
     def _settle_threads(self, model: LlamaModel) -> None:
         """The numbers of threads that are soonest on this CPU, for prompts and for steps, unless one is given; contexts made from now on use them."""
-        threads = Threads(model.settings.threads)
-        if self.cell.device.threads or model.settings.gpu is not None or threads.most == 1:
+        threads = Threads.of(self.cell.device)
+        if threads.fixed:
             return
         ids, asked = np.arange(TRIED_TOKENS, dtype=np.int64) % model.n_vocab, model.settings
         with ExitStack() as stack:

@@ -53,12 +53,17 @@ class Settings:
     threads_batch: int | None = None
     """For prompts."""
 
+    @property
+    def prompt_threads(self) -> int:
+        """What prompts are computed with."""
+        return self.threads_batch or self.threads
+
     def details(self) -> dict[str, Any]:
         """What stands beside every number."""
         return {
             "engine": "llama_cpp",
             "threads": self.threads,
-            "threads_batch": self.threads_batch or self.threads,
+            "threads_batch": self.prompt_threads,
             "kv_type": self.kv,
             "flash_attention": "on" if self.flash_attention else "off",
             "n_batch": BATCH,
@@ -131,7 +136,7 @@ class Context:
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max = lanes * -(-capacity // _CELLS) * _CELLS, lanes
         params.n_batch = params.n_ubatch = BATCH
-        params.n_threads, params.n_threads_batch = settings.threads, settings.threads_batch or settings.threads
+        params.n_threads, params.n_threads_batch = settings.threads, settings.prompt_threads
         params.flash_attn_type = _FLASH[settings.flash_attention]
         params.type_k = params.type_v = KV_TYPES[settings.kv]
         params.offload_kqv = params.op_offload = settings.gpu is not None

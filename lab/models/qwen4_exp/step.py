@@ -82,7 +82,7 @@ class StepMixer:
         self.up: Any = mixer.up
         self.inject = None if mixer.inject is None else Small(dtype, mixer.inject)
         self.fused = dtype.itemsize == 2 and _mixes(mixer.down, mixer.up, self.config.hc_count)
-        self.plain = [weight for op in (mixer.down, mixer.up) if (weight := as_filed(op)) is not None]
+        self.filed = as_filed(mixer.down, mixer.up) if dtype.itemsize == 2 else None
 
     def __call__(self, streams: Tensor, pending: Pending | None) -> tuple[Tensor, Tensor]:
         batch, count, _ = streams.shape
@@ -90,14 +90,13 @@ class StepMixer:
             self.inject.count(batch)
         inject = None if self.inject is None else self.inject.weight
         normed, share = hyper_step.norm_streams(streams, pending, self.norm, inject, self.config.rms_norm_eps)
+        if self.fused or self.filed is not None:
+            self.down.count(batch)
+            self.up.count(batch)
         if self.fused:
-            self.down.count(batch)
-            self.up.count(batch)
             return hyper_step.mix_streams(normed, self.down.int8.planes, self.up.int8.planes), share
-        if len(self.plain) == 2 and normed.element_size() == 2:
-            self.down.count(batch)
-            self.up.count(batch)
-            return hyper_bf16.mix_streams(normed, self.plain[0], self.plain[1]), share
+        if self.filed is not None:
+            return hyper_bf16.mix_streams(normed, *self.filed), share
         flat = normed.flatten(1)
         amount = torch.sigmoid(self.up(silu(self.down(flat) / count)))
         return (amount * flat).unflatten(-1, (count, -1)).mean(-2), share

@@ -75,12 +75,14 @@ def _decoded(op: PackedLinear | BlockLinear, dtype: torch.dtype) -> Tensor:
     return whole if op.order is None else torch.empty_like(whole).index_copy_(1, op.order.long(), whole)
 
 
-def as_filed(op: Any) -> Tensor | None:
-    """The bfloat16 matrix [out, in] of an operation that multiplies with the file's own weights in their order, or None."""
-    if not isinstance(op, PackedLinear) or len(op.blocks) != 1 or op.order is not None or op.blocks[0].codec.name != "bf16":
-        return None
-    weight = op.blocks[0].parts["weight"]
-    return weight if weight.dtype == torch.bfloat16 and weight.is_contiguous() else None
+def as_filed(*ops: Any) -> list[Tensor] | None:
+    """The bfloat16 matrices [out, in] of operations that all multiply with the file's own weights in their order, or None."""
+    found = []
+    for op in ops:
+        if not isinstance(op, PackedLinear) or len(op.blocks) != 1 or op.order is not None or op.blocks[0].codec.name != "bf16":
+            return None
+        found.append(op.blocks[0].parts["weight"])
+    return found if all(weight.dtype == torch.bfloat16 and weight.is_contiguous() for weight in found) else None
 
 
 class Small:
@@ -120,8 +122,7 @@ class Shared:
         self.fused: LowBitExperts | Bf16Experts | None = None
         self.ids: dict[int, Tensor] = {}
         self._tiles: tuple[Any, ...] = ((8, 64, 1, 4),), ((8, 32, 1, 2),)
-        filed = [weight for op in (gate, up, down) if (weight := as_filed(op)) is not None]
-        if len(filed) == 3:
+        if (filed := as_filed(gate, up, down)) is not None:
             self.fused, self._tiles = _one_expert((gate, up), *filed), ((), ())
         elif all(isinstance(op, KernelLinear) for op in (gate, up, down)) and (both := joined([gate.int8.planes, up.int8.planes], 1)) is not None:
             _share((gate, up), both, 1)
