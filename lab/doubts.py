@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from lab.cell import Cell, Placement
 from lab.likeness import circumstances, untold
+from lab.placement.checks import shares_slots
 from lab.plausibility import RATES, Observation
 from lab.record import Measurement, Record
 from lab.registered import QUANTITIES
@@ -48,7 +49,8 @@ def observations(rates: Iterable[Rate]) -> list[Observation]:
         series = title if len(sharing[title]) == 1 else f"{title} (series {key[:8]})"
         low, high = m.value if m.min is None else m.min, m.value if m.max is None else m.max
         code = str(rate.record.provenance.get("code_sha256") or "")
-        found.append(Observation(rate.name, series, rate.cell.layers, rate.quantity, m.value, low, high, code=code))
+        crowded = shares_slots(rate.record.evidence)
+        found.append(Observation(rate.name, series, rate.cell.layers, rate.quantity, m.value, low, high, code=code, shares_slots=crowded))
     return found
 
 

@@ -1,8 +1,9 @@
 """Plausibility across numbers: what no single measurement can show about itself.
 
 The same rules run over our measured cells and over numbers reported elsewhere: more layers cannot be faster than fewer, several sequences
-together cannot be slower than one alone, nothing exceeds the physical bound, a perplexity above the vocabulary size is worse than guessing. A flag
-names the numbers and says what does not fit; it cannot tell which of them is wrong, and no flag does not mean that a number is right.
+together cannot be slower than one alone (unless they share too few slots for experts), nothing exceeds the physical bound, a perplexity above
+the vocabulary size is worse than guessing. A flag names the numbers and says what does not fit; it cannot tell which of them is wrong, and no
+flag does not mean that a number is right.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Observation:
     """One number to be judged beside others. `series` holds all that is equal but the depth; `low` and `high` are its samples' extremes.
 
     `quantity` is one of `lab.registered.QUANTITIES`; `bound` the physical bound in the same unit, with what it was computed from; `code` the digest of
-    the code that ran, empty where it is not known.
+    the code that ran, empty where it is not known; `shares_slots`: sequences together push each other's experts out of a card that cannot hold them all.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Observation:
     basis: str = ""
     vocabulary: int | None = None
     code: str = ""
+    shares_slots: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def _weak_aggregates(known: list[Observation]) -> list[Flag]:
     found = []
     for o in known:
         single = singles.get((_SINGLE.get(o.quantity, ""), o.series, o.layers))
-        if single is not None and o.high < single.low:
+        if single is not None and o.high < single.low and not o.shares_slots:
             found.append(_flag("aggregate_below_single", (o, single), count="4", aggregate=_rate(o.value), single=_rate(single.value)))
     return found
 

@@ -113,6 +113,15 @@ def test_a_metric_at_the_edge_is_admitted(cell: Cell, name: str, found: Measurem
     assert judge(cell, metrics=metrics).metrics[name] == found
 
 
+@pytest.mark.parametrize(
+    ("tiers", "admitted"), [({"slots": 64, "count": 512, "layers": [0]}, True), ({"slots": 512, "count": 512, "layers": []}, False), (None, False)]
+)
+def test_four_sequences_may_be_slower_than_one_where_they_share_too_few_slots(cell: Cell, tiers: dict[str, Any] | None, admitted: bool) -> None:
+    slow = rate([40.0, 41.0, 39.0, 40.5, 39.5], "agg@1")
+    decision = judge(cell, metrics={"tg128_tok_s": rate(GOOD), "agg4_tg128_tok_s": slow}, evidence={"vocab_size": 4096, "tiers": tiers})
+    assert ("agg4_tg128_tok_s" in decision.metrics) is admitted
+
+
 def test_bits_per_byte_falls_with_its_perplexity(cell: Cell) -> None:
     ppl = Measurement(value=9999, unit="ppl", protocol="ppl/window@1")
     bits = Measurement(value=3.0, unit="bit/B", protocol="ppl/window@1")

@@ -13,6 +13,14 @@ from tests.matrix_helpers import PROVENANCE, cell, complete, measured
 MACHINE = PROVENANCE["machine"]
 
 
+@pytest.mark.parametrize(("tiers", "crowded"), [({"slots": 64, "count": 512, "layers": [0, 1]}, True), ({"slots": 512, "count": 512, "layers": []}, False)])
+def test_sequences_that_share_too_few_slots_are_told_apart(tiers: dict[str, Any], crowded: bool) -> None:
+    of = cell("fine", 3)
+    record = complete(of, 0.1, 100.0, evidence={"tiers": tiers})
+    (found,) = observations([Rate("r", of, record, "agg4", measured("agg4_tg128_tok_s", 50.0))])
+    assert found.shares_slots is crowded
+
+
 def inversion(details: dict[str, Any] | None = None, artifact: str = "f00d" * 16, **provenance: Any) -> list[Flag]:
     """The flags over 100 tok/s at 3 layers and 150 at 6, the latter measured under these circumstances."""
     rates = []

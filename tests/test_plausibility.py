@@ -39,6 +39,12 @@ def test_overlapping_samples_are_no_inversion_and_no_weak_aggregate() -> None:
     assert not flags([seen("a", "tg", 100, 3, 0.1), seen("b", "agg4", 95, 3, 0.1)])
 
 
+def test_four_that_push_each_others_experts_out_may_be_slower_than_one() -> None:
+    pair = [seen("a", "tg", 96.5), seen("b", "agg4", 84.9)]
+    assert about(flags(pair)) == {("aggregate_below_single", ("b", "a"))}
+    assert not flags([pair[0], seen("b", "agg4", 84.9, shares_slots=True)])
+
+
 def test_numbers_of_another_series_are_not_set_against_each_other() -> None:
     assert not flags([seen("a", "tg", 100, 3), seen("b", "tg", 200, 6, series="expert_q2")])
     assert not flags([seen("a", "tg", 100, 3), seen("b", "agg4", 50, 3, series="expert_q2"), seen("c", "agg4", 50, 6)])
