@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from lab.compose import compose_cells
 from lab.errors import LabError, flat
 from lab.experiment import load_experiment
+from lab.likeness import unlike
 from lab.matrix import Entry, Matrix, build_matrix
 from lab.parcels import read_parcels
 from lab.project import Project, find_project
@@ -48,7 +49,9 @@ WORDS: dict[str, Words] = {
         "script": "By",
         "met": "met",
         "missed": "missed",
+        "open": "not decided",
         "none": "not measured",
+        "apart": "differ in {what}",
         "no_file": "no result file {file}",
         "no_row": "the result file has no such row",
         "tg": "TG, 48 layers, one sequence, expert_q2, of the byte roofline at 4.4 TB/s",
@@ -62,7 +65,7 @@ WORDS: dict[str, Words] = {
         "trunk": "int8 trunk 10240 x 2560, M = 1, against cuBLAS bf16",
         "both products": "whole layer against its two products alone",
         "with SiLU and sum": "whole layer against its products with SiLU and sum",
-        "sum": "{met} met, {missed} missed, {none} not measured, of {all}.",
+        "sum": "{met} met, {missed} missed, {open} not decided, {none} not measured, of {all}.",
     },
     "zh": {
         "title": "H200 阶段的目标",
@@ -75,7 +78,9 @@ WORDS: dict[str, Words] = {
         "script": "脚本",
         "met": "达标",
         "missed": "未达",
+        "open": "未判定",
         "none": "未实测",
+        "apart": "两者的 {what} 不同",
         "no_file": "没有结果文件 {file}",
         "no_row": "结果文件中没有该行",
         "tg": "TG，48 层，单路，expert_q2，占 4.4 TB/s 字节屋顶线",
@@ -89,7 +94,7 @@ WORDS: dict[str, Words] = {
         "trunk": "int8 主干 10240 x 2560，M = 1，与 cuBLAS bf16 之比",
         "both products": "整层对其仅两个乘积",
         "with SiLU and sum": "整层对其乘积加 SiLU 与求和",
-        "sum": "共 {all} 项：达标 {met}，未达 {missed}，未实测 {none}。",
+        "sum": "共 {all} 项：达标 {met}，未达 {missed}，未判定 {open}，未实测 {none}。",
     },
 }
 CELL = f"`python -m lab run experiment={EXPERIMENT}`"
@@ -98,7 +103,10 @@ BENCH = "`python -m experiments.humming_bench`"
 
 @dataclass(frozen=True)
 class Line:
-    """One goal: its words, the least value asked for, what was reached (None: why not), and how that is printed (`%` or `x`)."""
+    """One goal: its words, the least value asked for, what was reached (None: why not), and how that is printed (`%` or `x`).
+
+    `apart`: what keeps its two numbers from being compared, as the stage report has it; such a goal is neither met nor missed.
+    """
 
     goal: str
     asked: float
@@ -106,11 +114,14 @@ class Line:
     unit: str
     script: str
     remark: str = ""
+    apart: str = ""
 
     @property
     def word(self) -> str:
-        """met, missed or none."""
-        return "none" if self.value is None else "met" if self.value >= self.asked else "missed"
+        """met, missed, open or none."""
+        if self.value is None or self.apart:
+            return "none" if self.value is None else "open"
+        return "met" if self.value >= self.asked else "missed"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -139,7 +150,7 @@ def text_of(project: Project, folder: Path, code: str) -> str:
     """The whole file in one language."""
     told = WORDS[code]
     lines = [*_of_records(_matrix(project, folder / "records.jsonl.gz"), told), *_of_benches(folder / "humming.json", told)]
-    counts = {word: sum(line.word == word for line in lines) for word in ("met", "missed", "none")}
+    counts = {word: sum(line.word == word for line in lines) for word in ("met", "missed", "open", "none")}
     rows = [[escape(line.goal), f">= {_printed(line.asked, line.unit)}", _reached(line), told[line.word], line.script] for line in lines]
     shown = table(Table("", [told[name] for name in ("goal", "asked", "reached", "word", "script")], rows, words=5))
     intro = told["intro"].format(experiment=EXPERIMENT)
@@ -153,7 +164,8 @@ def _printed(value: float, unit: str) -> str:
 def _reached(line: Line) -> str:
     if line.value is None:
         return escape(line.remark)
-    return _printed(line.value, line.unit) + (f" ({escape(line.remark)})" if line.remark else "")
+    remarks = "; ".join(remark for remark in (line.remark, line.apart) if remark)
+    return _printed(line.value, line.unit) + (f" ({escape(remarks)})" if remarks else "")
 
 
 def _matrix(project: Project, file: Path) -> Matrix:
@@ -184,10 +196,10 @@ def _of_records(matrix: Matrix, told: Words) -> Iterator[Line]:
 
     yield _share(told, told["tg"], 60, _entry(matrix, whole, "tg128_tok_s"), of_bytes)
     yield _share(told, told["agg"], 55, _entry(matrix, whole, "agg4_tg128_tok_s"), of_bytes)
-    yield _ratio(told["ways"], 2.2, _entry(matrix, whole, "agg4_tg128_tok_s"), _entry(matrix, whole, "tg128_tok_s"))
+    yield _ratio(told, told["ways"], 2.2, _entry(matrix, whole, "agg4_tg128_tok_s"), _entry(matrix, whole, "tg128_tok_s"))
     yield _share(told, told["pp"], 40, _entry(matrix, whole, "pp4096_tok_s"), of_flops)
     for name, metric, asked in (("hf_tg", "tg128_tok_s", 15), ("hf_pp", "pp512_tok_s", 10)):
-        yield _ratio(told[name], asked, _entry(matrix, own, metric), _entry(matrix, theirs, metric))
+        yield _ratio(told, told[name], asked, _entry(matrix, own, metric), _entry(matrix, theirs, metric))
     yield _share(told, told["tiered"], 80, _entry(matrix, tier, "tg128_tok_s"), lambda found: found.roofline_pct)
 
 
@@ -202,11 +214,13 @@ def _share(told: Words, goal: str, asked: float, entry: Entry, of: Callable[[Mea
     return Line(goal, asked, value, "%", CELL, remark)
 
 
-def _ratio(goal: str, asked: float, entry: Entry, base: Entry) -> Line:
-    found, other = entry.measurement, base.measurement
-    if found is None or other is None:
+def _ratio(told: Words, goal: str, asked: float, entry: Entry, base: Entry) -> Line:
+    found, other, record, against = entry.measurement, base.measurement, entry.row.current, base.row.current
+    if found is None or other is None or record is None or against is None:
         return Line(goal, asked, None, "x", CELL, _why(entry) or _why(base))
-    return Line(goal, asked, found.value / other.value, "x", CELL, f"{significant(found.value, 4)} / {significant(other.value, 4)} tok/s")
+    reasons = unlike(record, against, entry.metric) if entry.metric == base.metric else []
+    apart = told["apart"].format(what=", ".join(reason.brief for reason in reasons)) if reasons else ""
+    return Line(goal, asked, found.value / other.value, "x", CELL, f"{significant(found.value, 4)} / {significant(other.value, 4)} tok/s", apart)
 
 
 class BenchRow(BaseModel):

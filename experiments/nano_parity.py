@@ -1,9 +1,10 @@
 """nano on this GPU against nano on this CPU: `python -m experiments.nano_parity [--path expert_q2] [--layers 12]`.
 
-Perplexity over the same windows, divergence, greedy ids of four prompts with the first flip and how near a tie it was. In float32 both sides must agree to
-rounding, over as many tokens as nano's indexer sees whole (past them equal block scores are broken differently on both). In bfloat16 the divergence is read
-against a noise floor: the larger of the GPU against itself with another number of windows at a time, and of what bfloat16 costs the CPU against its float32.
-Exit code 1 where perplexity, divergence or a flip's gap is beyond its limit. What it does not prove: quality, or that another model behaves like this one.
+Whether both hold the same codes and scales, perplexity over the same windows, divergence, greedy ids of four prompts with the first flip and how near a tie
+it was. In float32 both sides must agree to rounding, over as many tokens as nano's indexer sees whole (past them equal block scores are broken differently
+on both). In bfloat16 the divergence is read against a noise floor: the larger of the GPU against itself with another number of windows at a time, and of
+what bfloat16 costs the CPU against its float32. Exit code 1 where perplexity, divergence or a flip's gap is beyond its limit. What it does not prove:
+quality, or that another model behaves like this one.
 """
 
 from __future__ import annotations
@@ -76,6 +77,13 @@ def divergence(one: Tensor, other: Tensor) -> float:
     return float(kl_divergence(one, other).mean())
 
 
+def same_codes(cpu: LocalEngine, gpu: LocalEngine) -> tuple[bool, str]:
+    """Whether each component's codes and scales, encoded on either side from the same file, are the same bytes."""
+    one, other = ({name: found["checksum"] for name, found in engine.binder.cosines().items()} for engine in (cpu, gpu))
+    told = [name if one[name] == other.get(name) else f"{name} DIFFER" for name in one]
+    return one == other, f"codes and scales: {', '.join(told) or 'none encoded'}"
+
+
 def compare(cpu: Side, gpu: Side, limit: float, gap: float) -> list[tuple[bool, str]]:
     """Each finding with whether it is within its limit. `limit`: of the divergence, nat; `gap`: of the CPU's two best logits where ids part."""
     ppl = [perplexity_of(one.nll, one.window, "window")[0] for one in (cpu, gpu)]
@@ -111,7 +119,7 @@ def run(path: str, layers: int, windows: int, device: str = "cuda", new: int = 1
             rough = scored(engine("cpu", dtype), corpus, tokens, min(windows, FLOOR_WINDOWS), BATCH)[0]
             rounded = divergence(cpu.log_p[: len(rough)], rough)
             limit, told = FLOORS * max(again, rounded), f" (noise floors {again:.3g} and {rounded:.3g})"
-        for fine, line in compare(cpu, gpu, limit, FLIP_GAP[dtype]):
+        for fine, line in [same_codes(on_cpu, there), *compare(cpu, gpu, limit, FLIP_GAP[dtype])]:
             good &= fine
             say(f"{'ok   ' if fine else 'WRONG'} nano {path} {layers} layers, {dtype}: {line}{told if line.startswith('KLD') else ''}")
     return good

@@ -13,6 +13,7 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.kernel_bench import graph_us
 from lab.codecs import create
 from lab.kernels.backend import interpreted
 from lab.kernels.experts import LowBitExperts, reference_experts
@@ -36,6 +38,8 @@ HIDDEN, WIDTH, EXPERTS, TOPK = 2560, 640, 512, 10
 CODECS = ("w3_levels", "q2_g32", "q2_levels")
 TOLERANCE = 3e-4  # of the CPU's job in float32: levels as float8_e5m2 times a factor are within 2.2e-4
 REPEATS = 15
+CAPTURED = 16
+"""Calls in one graph, as in a step: launched one by one, each of them takes 50 us of the host's time."""
 Check = tuple[str, str | None]
 """(what, what was wrong, or None)."""
 Row = dict[str, Any]
@@ -188,12 +192,11 @@ def bus_rows(device: torch.device) -> Iterator[Row]:
     for count in (1, 2, 5, 10, 40):
         copies = torch.arange(count, dtype=torch.int32, device=device)
         units = [*expert_units(kernel), *room.units]
-        us = timed(lambda copies=copies, units=units: copy_experts(copies, copies, mine, source, room.parts, units))  # type: ignore[misc]
+        us = graph_us([partial(copy_experts, copies, copies, mine, source, room.parts, units)] * CAPTURED)
         yield {"name": f"copies of {count} experts", "us": us, "bytes": layer // 64 * count, "bound_bytes_s": bound}
     for slots, tokens in ((256, 1), (64, 4)):
-        steps = iter([random_ids(tokens, EXPERTS, TOPK, str(device)) for _ in range(REPEATS + 2)])
-        held = tables(EXPERTS, slots, device)
-        us = timed(lambda steps=steps, held=held: assign(next(steps), held))  # type: ignore[misc]
+        steps, held = [random_ids(tokens, EXPERTS, TOPK, str(device)) for _ in range(CAPTURED)], tables(EXPERTS, slots, device)
+        us = graph_us([partial(assign, ids, held) for ids in steps])
         yield {"name": f"tables, {slots} slots, {tokens} x {TOPK}", "us": us, "bytes": None, "bound_bytes_s": None}
     size, before = 1 << 32, memory.seconds
     memory.empty((size,), torch.uint8, "a trial")

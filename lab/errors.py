@@ -6,10 +6,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lab.record import Status
+
+_ADVICE = re.compile(
+    r"Search for `|(CUDA|HIP) kernel errors might be|For debugging consider passing|Compile with `TORCH_USE_|Device-side assertion tracking was not"
+)
+"""Lines of c10/cuda/CUDAException.cpp and CUDAMiscFunctions.cpp, which say nothing of what happened."""
 
 
 class LabError(Exception):
@@ -35,5 +41,5 @@ class GapError(Exception):
 
 
 def flat(text: object, most: int = 300) -> str:
-    """`text` as one line of at most `most` characters: messages of libraries come in several."""
-    return " ".join(str(text).split())[:most]
+    """`text` as one line of at most `most` characters: messages of libraries come in several. What torch advises after every error of a GPU is left out."""
+    return " ".join(" ".join(line for line in str(text).splitlines() if not _ADVICE.match(line)).split())[:most]

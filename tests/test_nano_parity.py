@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from experiments.nano_parity import Side, compare, main, run
+from experiments.nano_parity import Side, compare, main, run, same_codes
 from lab.measure.greedy import Continuation
 
 
 def test_the_cpu_against_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("expert_q2", 3, 1, device="cpu", new=3)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 6 and all(line.startswith("ok ") for line in lines)
-    assert "0.0000 % apart" in lines[0] and "KLD" in lines[1] and "3, 3, 3, 3 of 3 equal" in lines[2]
-    assert "noise floors" in lines[4] and "noise floors" not in lines[1]
+    assert len(lines) == 8 and all(line.startswith("ok ") for line in lines)
+    assert lines[0].endswith("codes and scales: trunk, experts, ple, head") and lines[4].endswith("codes and scales: trunk, experts, ple, head")
+    assert "0.0000 % apart" in lines[1] and "KLD" in lines[2] and "3, 3, 3, 3 of 3 equal" in lines[3]
+    assert "noise floors" in lines[6] and "noise floors" not in lines[2]
+
+
+def test_other_codes_are_said() -> None:
+    def engine(**sums: str) -> Any:
+        return SimpleNamespace(binder=SimpleNamespace(cosines=lambda: {name: {"checksum": value} for name, value in sums.items()}))
+
+    assert same_codes(engine(trunk="1", head="2"), engine(trunk="1", head="2")) == (True, "codes and scales: trunk, head")
+    assert same_codes(engine(trunk="1", head="2"), engine(trunk="1", head="3")) == (False, "codes and scales: trunk, head DIFFER")
+    assert same_codes(engine(trunk="1", head="2"), engine(trunk="1"))[1].endswith("head DIFFER")
+    assert same_codes(engine(), engine()) == (True, "codes and scales: none encoded")
 
 
 def test_each_difference_is_said() -> None:

@@ -7,7 +7,7 @@ GGUF block types are created by the same call as `gguf:TYPE`; `KNOWN` does not l
 from __future__ import annotations
 
 from lab.codecs.base import Codec, Parts, parts_nbytes
-from lab.codecs.quality import EncodingCheck, cosine, relative_mse, verify_encoding
+from lab.codecs.quality import EncodingCheck, checksum, cosine, relative_mse, verify_encoding
 from lab.codecs.registry import KNOWN, create
 
-__all__ = ["KNOWN", "Codec", "EncodingCheck", "Parts", "cosine", "create", "parts_nbytes", "relative_mse", "verify_encoding"]
+__all__ = ["KNOWN", "Codec", "EncodingCheck", "Parts", "checksum", "cosine", "create", "parts_nbytes", "relative_mse", "verify_encoding"]

@@ -112,6 +112,11 @@ def take(part: Tensor, index: Tensor | int) -> Tensor:
     return part[index]
 
 
+def divided(values: Tensor, by: float) -> Tensor:
+    """values / by, rounded as division is. By a plain number torch multiplies with its reciprocal on a GPU, which can end one bit beside."""
+    return values / torch.full((), by, dtype=values.dtype, device=values.device)
+
+
 def parts_nbytes(parts: Parts) -> int:
     """Bytes of all parts as stored, views counted by their own shape."""
     return sum(part.numel() * part.element_size() for part in parts.values())

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lab.codecs.base import Codec, Parts, take
+from lab.codecs.base import Codec, Parts, divided, take
 from lab.codecs.fit import E4M3_MAX
 from lab.codecs.plain import round_up_bf16
 from lab.errors import LabError
@@ -51,7 +51,7 @@ class E4M3(Codec):
             else:
                 grid = torch.nn.functional.pad(values.abs(), (0, -cols % BLOCK, 0, -rows % BLOCK))
                 amax = grid.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).amax(dim=(1, 3))
-            scales[i] = round_up_bf16(amax / E4M3_MAX)
+            scales[i] = round_up_bf16(divided(amax, E4M3_MAX))
             wide = self._spread(scales[i], rows, cols)
             stored[i] = (values / torch.where(wide > 0, wide, 1.0)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         return {"weight": stored.view(weight.shape), self.scale_key: scales.view(*lead, *scales.shape[1:])}

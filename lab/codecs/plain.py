@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lab.codecs.base import Codec, Parts
+from lab.codecs.base import Codec, Parts, divided
 
 
 class Bf16(Codec):
@@ -53,7 +53,7 @@ class Int8G128(Codec):
         scales = torch.empty(rows, groups, dtype=torch.bfloat16, device=weight.device)
         for where, chunk in self.chunks(weight):
             padded = torch.nn.functional.pad(chunk, (0, groups * self.group - cols)).unflatten(-1, (groups, self.group))
-            scale = round_up_bf16(padded.abs().amax(dim=-1) / 127)
+            scale = round_up_bf16(divided(padded.abs().amax(dim=-1), 127))
             wide = scale.to(torch.float32)[..., None]
             codes = (padded / torch.where(wide > 0, wide, 1.0)).round_().clamp_(-127, 127)
             stored[where] = codes.to(torch.int8).flatten(-2)[:, :cols]

@@ -111,3 +111,20 @@ def _spread(count: int, wanted: int) -> list[int]:
     """Up to `wanted` positions spread over range(count), ends included."""
     wanted = min(count, wanted)
     return [0] if wanted == 1 else [i * (count - 1) // (wanted - 1) for i in range(wanted)]
+
+
+def checksum(parts: Parts) -> int:
+    """0 .. 2^64 - 1 from the bytes of all parts and their places: equal on every device, because 64-bit integers that wrap add up to the same in any order.
+
+    One number that two records can be compared by; it guards against accidents, not against intent.
+    """
+    total = 0
+    for _, part in sorted(parts.items()):
+        flat = part.contiguous().view(torch.uint8).flatten()
+        words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
+        total *= 31
+        for start in range(0, len(words), _PIECE):
+            piece = words[start : start + _PIECE]
+            place = torch.arange(start, start + len(piece), device=piece.device)
+            total += int((piece * (2 * place + 1)).sum())
+    return total % 2**64

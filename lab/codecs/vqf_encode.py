@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lab.codecs.base import divided
 from lab.codecs.vqf_tiles import BLOCK
 
 Encoder = Callable[[Tensor], Tensor]
@@ -64,7 +65,7 @@ def q4i(rows: Tensor) -> Tensor:
 def _scaled(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """(int8 codes [blocks, 32], float32 scales [blocks, 1]) with one scale per `group` weights."""
     groups = rows.reshape(-1, group)
-    scale = groups.abs().amax(dim=1, keepdim=True).clamp_min(_LEAST_MAX) / 127
+    scale = divided(groups.abs().amax(dim=1, keepdim=True).clamp_min(_LEAST_MAX), 127)
     codes = _rounded(groups * (1 / scale)).clamp_(-127, 127).to(torch.int8)
     return codes.view(-1, BLOCK), scale.repeat_interleave(group // BLOCK, dim=0)
 

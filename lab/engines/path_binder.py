@@ -18,7 +18,7 @@ from torch import Tensor
 from lab import ops_gpu
 from lab.artifacts import Stored, Weights
 from lab.cell import ComponentPlan
-from lab.codecs import Codec, Parts, cosine, create, parts_nbytes, verify_encoding
+from lab.codecs import Codec, Parts, checksum, cosine, create, parts_nbytes, verify_encoding
 from lab.codecs.vqf import in_rows
 from lab.counters import Counters
 from lab.engines.strip_limits import COMPONENTS as STRIPPED
@@ -61,6 +61,8 @@ class PathBinder:
                 raise LabError(f"path.components.{name}.placement={component.placement}: the local engine places {name} on {known}")
         self.residency: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: {"bytes": 0, "tensors": 0, "weights": 0})
         self.quality: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        self.checksums: dict[str, int] = defaultdict(int)
+        """Of what was encoded, by component: the same on every device, or the records say by which they differ."""
         self.source_codecs: dict[str, set[str]] = defaultdict(set)
         self.kernels: dict[str, str] = {}
         self.fallbacks: dict[tuple[str, str, str], int] = defaultdict(int)
@@ -205,6 +207,7 @@ class PathBinder:
             codec, parts = wanted, wanted.encode(source)
             verify_encoding(codec, parts, source).require(name)
             self.quality[component].append((_cosine(codec, parts, source), source.numel()))
+            self.checksums[component] = (self.checksums[component] * 31 + checksum(parts)) % 2**64
         return codec, {key: part.to(device) for key, part in parts.items()}
 
     def _packed_parts(self, component: str, codec: Codec, parts: Parts, shape: tuple[int, ...], first: bool = True, nbytes: int | None = None) -> Packed:
@@ -237,10 +240,15 @@ class PathBinder:
             for (component, codec, reason), count in sorted(self.fallbacks.items())
         ]
 
-    def cosines(self) -> dict[str, dict[str, float]]:
-        """Per encoded component: weight cosine to the source, averaged by weights, and the worst tensor's."""
+    def cosines(self) -> dict[str, dict[str, Any]]:
+        """Per encoded component: weight cosine to the source, averaged by weights, the worst tensor's, and a checksum (hex) of all codes and scales."""
         return {
-            component: {"mean": sum(c * n for c, n in found) / sum(n for _, n in found), "min": min(c for c, _ in found), "tensors": len(found)}
+            component: {
+                "mean": sum(c * n for c, n in found) / sum(n for _, n in found),
+                "min": min(c for c, _ in found),
+                "tensors": len(found),
+                "checksum": f"{self.checksums[component]:016x}",
+            }
             for component, found in self.quality.items()
         }
 

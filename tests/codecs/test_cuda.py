@@ -1,4 +1,4 @@
-"""The codecs on a GPU: the same bytes decode to the same floats, and an encode there is as good as one on the CPU.
+"""The codecs on a GPU: the same bytes decode to the same floats, and the same weights encode to the same bytes.
 
 Why apart: skipped without a GPU. What it does not prove: anything about the Triton kernels, which have their own tests.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lab.codecs import cosine, create, verify_encoding
+from lab.codecs import create, verify_encoding
 from tests.codecs.support import IDS, VARIANTS, student
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or ROCm device")
@@ -24,8 +24,7 @@ def test_device_follows_the_input(name: str, options: dict[str, Any]) -> None:
     assert torch.equal(codec.decode(moved, 192).cpu(), codec.decode(parts, 192))
     there = codec.encode(weight.cuda())
     assert all(part.is_cuda and part.dtype == parts[key].dtype and part.shape == parts[key].shape for key, part in there.items())
-    # Sums in another order may tip a scale to its neighbour; the error may not grow.
-    assert cosine(codec.decode(there, 192).cpu(), weight) > cosine(codec.decode(parts, 192), weight) - 1e-4
+    assert all(torch.equal(part.cpu().view(torch.uint8), parts[key].view(torch.uint8)) for key, part in there.items())
     assert verify_encoding(codec, there, weight.cuda()).ok
     ids = torch.tensor([69, 0], device="cuda")
     assert torch.equal(codec.decode(codec.take_rows(codec.select(moved, 1), ids), 192), codec.decode(moved, 192)[1][ids])

@@ -98,7 +98,7 @@ def test_two_magnitude_search_is_exact() -> None:
     # The prefix-sum error is the error of the codes themselves.
     scale = fit.best_scale()
     direct = torch.tensor(levels)[nearest_codes(groups, scale, levels).long()] * scale[:, None] - groups
-    torch.testing.assert_close(direct.square().sum(-1) / groups.abs().amax(-1).square(), best, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(direct.square().sum(-1) / groups.abs().amax(-1).square(), best.float(), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("cols", [16, 64, 128, 200, 2560])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lab.codecs import Codec, Parts, cosine, create, relative_mse, verify_encoding
+from lab.codecs import Codec, Parts, checksum, cosine, create, relative_mse, verify_encoding
 from lab.codecs.q2 import Q2Rows
 from lab.errors import LabError
 from tests.codecs.support import IDS, VARIANTS, gaussian, student
@@ -103,3 +103,25 @@ def test_a_wrong_code_order_and_nan_are_caught() -> None:
     assert not verify_encoding(create("w3_levels"), {**parts, "factor": torch.tensor([float("nan")])}, weight).ok
     assert not verify_encoding(create("w3_levels"), parts, weight, min_cosine=0.999).ok
     assert not verify_encoding(create("w3_levels"), parts, weight, max_rel_norm_error=0.001).ok
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 4099])
+def test_a_checksum_sees_every_byte_and_its_place(size: int) -> None:
+    codes = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    scale = torch.ones(3, dtype=torch.float16)
+    whole = checksum({"codes": codes, "scale": scale})
+    assert whole == checksum({"scale": scale.clone(), "codes": codes.view(1, -1)}) and 0 <= whole < 2**64
+    for place in {0, size // 2, size - 1}:
+        other = codes.clone()
+        other[place] ^= 1
+        assert checksum({"codes": other, "scale": scale}) != whole
+    if size > 16:
+        assert checksum({"codes": codes.roll(8), "scale": scale}) != whole
+    assert checksum({"codes": codes, "scale": scale * 2}) != whole
+
+
+def test_a_checksum_does_not_depend_on_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"codes": torch.arange(999, dtype=torch.int32), "scale": torch.rand(70).to(torch.float8_e4m3fn)}
+    whole = checksum(parts)
+    monkeypatch.setattr("lab.codecs.quality._PIECE", 16)
+    assert checksum(parts) == whole
