@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.nano_parity import Side, compare, main, run, same_codes
+from experiments.nano_parity import ROOT, Side, compare, main, run, same_codes
+from lab.compose import compose_cells
+from lab.engines.local import LocalEngine
 from lab.measure.greedy import Continuation
+from tests.codecs.test_other_order import OtherDevice
 
 
 def test_the_cpu_against_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +33,16 @@ def test_other_codes_are_said() -> None:
     assert same_codes(engine(trunk="1", head="2"), engine(trunk="1", head="3")) == (False, "codes and scales: trunk, head DIFFER")
     assert same_codes(engine(trunk="1", head="2"), engine(trunk="1"))[1].endswith("head DIFFER")
     assert same_codes(engine(), engine()) == (True, "codes and scales: none encoded")
+
+
+def test_an_engine_that_encodes_in_another_order_holds_the_same_codes() -> None:
+    words = ["model=nano", "path=expert_q2", "layers=3", "bench=quick", "device=cpu", "device.threads=1"]
+    cell = compose_cells(words)[0]
+    here = LocalEngine(cell, ROOT)
+    with OtherDevice() as other:
+        there = LocalEngine(cell, ROOT)
+    assert "cumsum" in other.seen
+    assert same_codes(here, there) == (True, "codes and scales: trunk, experts, ple, head")
 
 
 def test_each_difference_is_said() -> None:
