@@ -8,6 +8,7 @@ nothing; what a record or a bench cannot prove, this table cannot either.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ WORDS: dict[str, Words] = {
         "missed": "missed",
         "open": "not decided",
         "none": "not measured",
-        "apart": "differ in {what}",
+        "apart": "not comparable: {what}",
+        "no_detail": "the record does not say what its share is of",
         "no_file": "no result file {file}",
         "no_row": "the result file has no such row",
         "tg": "TG, 48 layers, one sequence, expert_q2, of the byte roofline at 4.4 TB/s",
@@ -80,7 +82,8 @@ WORDS: dict[str, Words] = {
         "missed": "未达",
         "open": "未判定",
         "none": "未实测",
-        "apart": "两者的 {what} 不同",
+        "apart": "不可比：{what}",
+        "no_detail": "记录未说明占比的基数",
         "no_file": "没有结果文件 {file}",
         "no_row": "结果文件中没有该行",
         "tg": "TG，48 层，单路，expert_q2，占 4.4 TB/s 字节屋顶线",
@@ -133,17 +136,26 @@ def main(words: Sequence[str] | None = None) -> int:
     project = find_project()
     folder = given.folder or project.root / "experiments" / EXPERIMENT
     try:
-        if given.folder is not None and not folder.is_dir():
-            raise LabError(f"--folder {folder}: no such folder")
+        for option, asked in (("--folder", given.folder), ("--out", given.out)):
+            if asked is not None and not asked.is_dir():
+                raise LabError(f"{option} {asked}: no such folder")
         texts = {code: text_of(project, folder, code) for code in WORDS}
+        for code, text in texts.items():
+            target = (given.out or project.root / "reports") / ("goals_h200.md" if code == "en" else f"goals_h200.{code}.md")
+            _write(target, text)
+            print(project.short(target))
     except LabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for code, text in texts.items():
-        target = (given.out or project.root / "reports") / ("goals_h200.md" if code == "en" else f"goals_h200.{code}.md")
-        write_atomic(target, text)
-        print(project.short(target))
     return 0
+
+
+def _write(target: Path, text: str) -> None:
+    """Raises LabError where the file cannot be written."""
+    try:
+        write_atomic(target, text)
+    except OSError as error:
+        raise LabError(f"{target}: not written: {error.strerror}") from None
 
 
 def text_of(project: Project, folder: Path, code: str) -> str:
@@ -165,7 +177,9 @@ def _reached(line: Line) -> str:
     if line.value is None:
         return escape(line.remark)
     remarks = "; ".join(remark for remark in (line.remark, line.apart) if remark)
-    return _printed(line.value, line.unit) + (f" ({escape(remarks)})" if remarks else "")
+    # With as many digits as show on which side of the goal it lies.
+    digits = next((n for n in range(3, 9) if (float(significant(line.value, n)) >= line.asked) is (line.value >= line.asked)), 9)
+    return f"{significant(line.value, digits)} {line.unit}" + (f" ({escape(remarks)})" if remarks else "")
 
 
 def _matrix(project: Project, file: Path) -> Matrix:
@@ -188,11 +202,13 @@ def _of_records(matrix: Matrix, told: Words) -> Iterator[Line]:
     own: Overrides = {"path": "reference", "layers": 6}
     theirs: Overrides = {**own, "engine": "transformers"}
 
-    def of_bytes(found: Measurement) -> float:
-        return 100 * found.value / float(found.details["lanes"]) * float(found.details["bytes_per_step"]) / READ_BYTES_S
+    def of_bytes(found: Measurement) -> float | None:
+        lanes, nbytes = (_number(found, name) for name in ("lanes", "bytes_per_step"))
+        return None if lanes is None or nbytes is None else 100 * found.value / lanes * nbytes / READ_BYTES_S
 
-    def of_flops(found: Measurement) -> float:
-        return 100 * found.value * float(found.details["flops_per_token"]) / FLOPS_S
+    def of_flops(found: Measurement) -> float | None:
+        flops = _number(found, "flops_per_token")
+        return None if flops is None else 100 * found.value * flops / FLOPS_S
 
     yield _share(told, told["tg"], 60, _entry(matrix, whole, "tg128_tok_s"), of_bytes)
     yield _share(told, told["agg"], 55, _entry(matrix, whole, "agg4_tg128_tok_s"), of_bytes)
@@ -203,6 +219,12 @@ def _of_records(matrix: Matrix, told: Words) -> Iterator[Line]:
     yield _share(told, told["tiered"], 80, _entry(matrix, tier, "tg128_tok_s"), lambda found: found.roofline_pct)
 
 
+def _number(found: Measurement, detail: str) -> float | None:
+    """A detail that is a positive number, or None: records come from elsewhere, too."""
+    value = found.details.get(detail)
+    return float(value) if isinstance(value, int | float) and 0 < value < math.inf else None
+
+
 def _why(entry: Entry) -> str:
     return str(entry.gap.status) if entry.gap else ""
 
@@ -210,7 +232,7 @@ def _why(entry: Entry) -> str:
 def _share(told: Words, goal: str, asked: float, entry: Entry, of: Callable[[Measurement], float | None]) -> Line:
     found = entry.measurement
     value = None if found is None else of(found)
-    remark = _why(entry) if found is None else f"{significant(found.value, 4)} tok/s"
+    remark = _why(entry) if found is None else told["no_detail"] if value is None else f"{significant(found.value, 4)} tok/s"
     return Line(goal, asked, value, "%", CELL, remark)
 
 
@@ -229,8 +251,8 @@ class BenchRow(BaseModel):
     name: str
     what: str
     tokens: int
-    us: float = Field(gt=0)
-    ratio: float
+    us: float = Field(gt=0, allow_inf_nan=False)
+    ratio: float = Field(allow_inf_nan=False)
 
 
 class BenchFile(BaseModel):

@@ -12,6 +12,7 @@ from lab.admission import Decision, decide
 from lab.cell import Cell
 from lab.gates import GATES
 from lab.metrics import CORE
+from lab.placement.checks import shares_slots
 from lab.record import Measurement, Status, WorkerResult
 from tests.runner_helpers import cell_of, make_project
 
@@ -120,6 +121,22 @@ def test_four_sequences_may_be_slower_than_one_where_they_share_too_few_slots(ce
     slow = rate([40.0, 41.0, 39.0, 40.5, 39.5], "agg@1")
     decision = judge(cell, metrics={"tg128_tok_s": rate(GOOD), "agg4_tg128_tok_s": slow}, evidence={"vocab_size": 4096, "tiers": tiers})
     assert ("agg4_tg128_tok_s" in decision.metrics) is admitted
+
+
+def test_slots_do_not_excuse_any_rate(cell: Cell) -> None:
+    evidence = {"vocab_size": 4096, "tiers": {"slots": 64, "count": 512, "layers": [0]}}
+    slow = rate([0.2 * value for value in GOOD], "agg@1")
+    decision = judge(cell, metrics={"tg128_tok_s": rate(GOOD), "agg4_tg128_tok_s": slow}, evidence=evidence)
+    assert decision.gaps["agg4_tg128_tok_s"][0] is Status.IMPLAUSIBLE
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    ["tiered", [1], 3, True, {"layers": [0], "slots": 64}, {"layers": [0], "slots": None, "count": 512}, {"layers": 3, "slots": 6, "count": 9},
+     {"layers": [0], "slots": "64", "count": 512}, {"layers": [0], "slots": [], "count": 512}, {"layers": [0], "slots": 1.5, "count": {}}],
+)  # fmt: skip
+def test_evidence_that_no_worker_wrote_says_nothing_of_slots(tiers: object) -> None:
+    assert shares_slots({"tiers": tiers}) is False
 
 
 def test_bits_per_byte_falls_with_its_perplexity(cell: Cell) -> None:

@@ -32,6 +32,7 @@ def test_other_codes_are_said() -> None:
     assert same_codes(engine(trunk="1", head="2"), engine(trunk="1", head="2")) == (True, "codes and scales: trunk, head")
     assert same_codes(engine(trunk="1", head="2"), engine(trunk="1", head="3")) == (False, "codes and scales: trunk, head DIFFER")
     assert same_codes(engine(trunk="1", head="2"), engine(trunk="1"))[1].endswith("head DIFFER")
+    assert same_codes(engine(), engine(trunk="1")) == (False, "codes and scales: trunk DIFFER")
     assert same_codes(engine(), engine()) == (True, "codes and scales: none encoded")
 
 

@@ -43,6 +43,7 @@ def test_four_that_push_each_others_experts_out_may_be_slower_than_one() -> None
     pair = [seen("a", "tg", 96.5), seen("b", "agg4", 84.9)]
     assert about(flags(pair)) == {("aggregate_below_single", ("b", "a"))}
     assert not flags([pair[0], seen("b", "agg4", 84.9, shares_slots=True)])
+    assert about(flags([pair[0], seen("b", "agg4", 24.0, shares_slots=True)])) == {("aggregate_below_single", ("b", "a"))}
 
 
 def test_numbers_of_another_series_are_not_set_against_each_other() -> None:

@@ -82,7 +82,8 @@ class SortedGroups:
             dot = high * self.prefix[:, -1:] - (high - low) * self.prefix
             low_count = torch.arange(self.prefix.shape[1], device=dot.device, dtype=dot.dtype)
             norm = high**2 * self.sorted.shape[1] - (high**2 - low**2) * low_count
-            best = (dot * dot / norm).argmax(dim=-1, keepdim=True)
+            # Of equals (all weights the same) the one with more low levels: its scale is the larger and rounds to a nearer float.
+            best = len(norm) - 1 - (dot * dot / norm).flip(-1).argmax(dim=-1, keepdim=True)
             return (self.absmax * (dot.gather(1, best) / norm[best])[:, 0]).to(torch.float32)
         shares = [f / self.top for f in _GRID] + [1 / level for level in self.anchors]
         share = self.prefix.new_tensor(shares).expand(len(self.sorted), -1)

@@ -7,6 +7,7 @@ What it does not prove: output quality. Weight cosine ranks codecs on one tensor
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -114,17 +115,32 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 def checksum(parts: Parts) -> int:
-    """0 .. 2^64 - 1 from the bytes of all parts and their places: equal on every device, because 64-bit integers that wrap add up to the same in any order.
+    """0 .. 2^64 - 1 from the names, shapes, types and bytes of all parts and the bytes' places; equal on every device.
 
-    One number that two records can be compared by; it guards against accidents, not against intent.
+    Each word is mixed with its place (multiplications and shifts as in splitmix64: Steele, Lea, Flood 2014) and the mixed words are added up: 64-bit integers
+    that wrap give the same sum in any order. One number that two records can be compared by; it guards against accidents, not against intent.
     """
     total = 0
-    for _, part in sorted(parts.items()):
-        flat = part.contiguous().view(torch.uint8).flatten()
+    for name, part in sorted(parts.items()):
+        head = hashlib.sha256(f"{name} {part.dtype} {list(part.shape)}".encode()).digest()
+        total = total * 31 + int.from_bytes(head[:8], "little")
+        flat = part.reshape(-1).contiguous().view(torch.uint8)
         words = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).view(torch.int64)
-        total *= 31
         for start in range(0, len(words), _PIECE):
             piece = words[start : start + _PIECE]
-            place = torch.arange(start, start + len(piece), device=piece.device)
-            total += int((piece * (2 * place + 1)).sum())
+            place = torch.arange(start + 1, start + 1 + len(piece), device=piece.device)
+            total += int(_mixed(piece ^ _mixed(place)).sum())
     return total % 2**64
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """int64 [n] -> int64 [n], one to one, where each bit depends on all others."""
+    words = words * -7046029254386353131  # 2^64 divided by the golden ratio, odd, as int64
+    words = (words ^ _shifted(words, 30)) * -4658895280553007687
+    words = (words ^ _shifted(words, 27)) * -7723592293110705685
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: Tensor, places: int) -> Tensor:
+    """To the right with zeros from the left, as of unsigned numbers: with the sign a word and its complement would be mixed alike."""
+    return (words >> places) & ((1 << (64 - places)) - 1)

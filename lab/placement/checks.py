@@ -7,12 +7,15 @@ which is what comparing the outputs with the resident path is for (tests, and pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lab.cell import Cell
 from lab.placement.kinds import kind_of
 from lab.record import Status
 
+LEAST_TOGETHER = 0.25
+"""Of the rate of one sequence, for four that share slots: less than their turns one after another would give."""
 _LISTS = ("requests", "hits", "misses", "streamed_rows")
 
 
@@ -30,10 +33,15 @@ def promised_share(cell: Cell, component: str, evidence: dict[str, Any]) -> floa
     return float((total - partly) * told["count"] + partly * told["slots"]) / float(total * told["count"])
 
 
-def shares_slots(evidence: dict[str, Any]) -> bool:
-    """Whether sequences decoded together push each other's experts out: four may then be slower than one (96.5 and 84.9 tok/s with 64 of 512 slots)."""
-    told = evidence.get("tiers") or {}
-    return bool(told.get("layers")) and told["slots"] < told["count"]
+def shares_slots(evidence: Mapping[str, Any]) -> bool:
+    """Whether sequences decoded together push each other's experts out: four may then be slower than one (96.5 and 84.9 tok/s with 64 of 512 slots).
+
+    False for evidence that is not as a worker writes it, which a record from elsewhere may hold."""
+    told = evidence.get("tiers")
+    if not isinstance(told, Mapping) or not isinstance(told.get("layers"), list) or not told["layers"]:
+        return False
+    slots, count = told.get("slots"), told.get("count")
+    return isinstance(slots, int) and isinstance(count, int) and slots < count
 
 
 def findings(cell: Cell, evidence: dict[str, Any]) -> list[tuple[Status, str]]:

@@ -110,7 +110,7 @@ def test_a_checksum_sees_every_byte_and_its_place(size: int) -> None:
     codes = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
     scale = torch.ones(3, dtype=torch.float16)
     whole = checksum({"codes": codes, "scale": scale})
-    assert whole == checksum({"scale": scale.clone(), "codes": codes.view(1, -1)}) and 0 <= whole < 2**64
+    assert whole == checksum({"scale": scale.clone(), "codes": codes.repeat(2, 1).T[:, 0]}) and 0 <= whole < 2**64
     for place in {0, size // 2, size - 1}:
         other = codes.clone()
         other[place] ^= 1
@@ -118,6 +118,40 @@ def test_a_checksum_sees_every_byte_and_its_place(size: int) -> None:
     if size > 16:
         assert checksum({"codes": codes.roll(8), "scale": scale}) != whole
     assert checksum({"codes": codes, "scale": scale * 2}) != whole
+
+
+def test_a_checksum_sees_what_a_wrong_kernel_would_do() -> None:
+    weight, signs = torch.randn(64, 256).bfloat16(), torch.ones(256)
+    signs[3::4] = -1
+    swapped = weight.clone()
+    swapped[0, 3::4], swapped[32, 3::4] = weight[32, 3::4], weight[0, 3::4]
+    lanes = weight.clone()
+    lanes[:, 7::8] = weight.roll(32, 0)[:, 7::8]
+    far, near = torch.zeros(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    far[1031], near[7] = 1, 1
+    tensors = [
+        weight,
+        weight * signs.bfloat16(),
+        swapped,
+        lanes,
+        far,
+        near,
+        weight.view(32, 512),
+        weight.view(torch.int16),
+        torch.tensor(1.0),
+        ~weight.view(torch.int16),
+    ]
+    assert len({checksum({"a": tensor}) for tensor in tensors}) == len(tensors)
+    assert checksum({"a": weight}) != checksum({"b": weight}) != checksum({"a": torch.zeros(1), "b": weight})
+    assert checksum({"a": torch.tensor([1, 2, 0], dtype=torch.uint8)}) != checksum({"a": torch.tensor([1, 2], dtype=torch.uint8)})
+    places = torch.arange(4096).view(-1, 2)
+    codes = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    swaps = set()
+    for a, b in places[torch.randperm(2048)[:300]].tolist():
+        other = codes.clone()
+        other[a], other[b] = codes[b] + 1, codes[a]
+        swaps.add(checksum({"a": other}))
+    assert len(swaps) == 300
 
 
 def test_a_checksum_does_not_depend_on_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,5 +103,5 @@ def test_a_goal_between_two_machines_is_neither_met_nor_missed(matrix: Matrix) -
         moved = theirs.model_copy(update={"provenance": {**ours.provenance, "machine": machine}})
         base = SimpleNamespace(metric=entries[1].metric, measurement=entries[1].measurement, row=SimpleNamespace(current=moved))
         line = _ratio(WORDS["en"], "PP", 10, entries[0], base)  # type: ignore[arg-type]
-        assert line.word == word and (line.apart == "" if word == "met" else line.apart == "differ in machine.cores (16 / 7)")
+        assert line.word == word and (line.apart == "" if word == "met" else line.apart == "not comparable: machine.cores (16 / 7)")
     assert _ratio(WORDS["en"], "PP", 1.5, entries[0], entries[0]).word == "missed"
