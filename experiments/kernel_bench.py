@@ -81,6 +81,7 @@ def check(parts: list[str]) -> bool:
 def graph_us(calls: Calls, replays: int = 15) -> list[float]:
     """Microseconds per call, one sample per replay of a CUDA graph that holds all calls once."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs were made there
     with torch.cuda.stream(stream):
         calls[0]()
         stream.synchronize()
