@@ -20,8 +20,9 @@ from lab.errors import LabError
 
 Parts = dict[str, Tensor]
 
-# Weights per piece while encoding: temporaries of 4 MiB stay near a CPU's caches; a GPU needs larger pieces to be busy.
-_CHUNK_CPU, _CHUNK_GPU = 1 << 20, 1 << 24
+# Weights per piece while encoding: temporaries of 4 MiB stay near a CPU's caches; a GPU needs larger pieces to be busy, and a full card has room for some
+# float64 copies of one.
+_CHUNK_CPU, _CHUNK_GPU = 1 << 20, 1 << 23
 
 
 class Codec(ABC):
