@@ -122,8 +122,10 @@ class Line:
     @property
     def word(self) -> str:
         """met, missed, open or none."""
-        if self.value is None or self.apart:
-            return "none" if self.value is None else "open"
+        if self.value is None:
+            return "none"
+        if self.apart:
+            return "open"
         return "met" if self.value >= self.asked else "missed"
 
 

@@ -79,7 +79,7 @@ def divergence(one: Tensor, other: Tensor) -> float:
 
 def same_codes(cpu: LocalEngine, gpu: LocalEngine) -> tuple[bool, str]:
     """Whether each component's codes and scales, encoded on either side from the same file, are the same bytes."""
-    one, other = ({name: found["checksum"] for name, found in engine.binder.cosines().items()} for engine in (cpu, gpu))
+    one, other = ({name: found["checksum"] for name, found in engine.binder.encodings().items()} for engine in (cpu, gpu))
     told = [name if one.get(name) == other.get(name) else f"{name} DIFFER" for name in {**one, **other}]
     return one == other, f"codes and scales: {', '.join(told) or 'none encoded'}"
 

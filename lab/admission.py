@@ -15,7 +15,7 @@ from typing import Any
 from lab.cell import Cell
 from lab.gates import not_checked, passed
 from lab.metrics import CORE, METRICS, WIDE
-from lab.placement.checks import LEAST_TOGETHER, shares_slots
+from lab.placement.checks import least_together, shares_slots
 from lab.record import Gap, GateResult, Measurement, Status, WorkerResult
 
 MAX_ROOFLINE_PCT = 105.0
@@ -254,7 +254,7 @@ def _implausible(name: str, found: Measurement, result: WorkerResult) -> Refusal
     if realised != requested:
         return Status.IMPLAUSIBLE, f"{realised} tokens were processed where {requested} were asked for"
     single = result.metrics.get(name.removeprefix("agg4_")) if name.startswith("agg4_tg") else None
-    if single and found.value < single.value * (LEAST_TOGETHER if shares_slots(result.evidence) else 1):
+    if single and found.value < least_together(single.value, shares_slots(result.evidence)):
         return Status.IMPLAUSIBLE, (
             f"four sequences together decode at {found.value:.6g} tok/s, slower than one alone at {single.value:.6g}: either measurement was disturbed"
         )

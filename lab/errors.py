@@ -42,4 +42,4 @@ class GapError(Exception):
 
 def flat(text: object, most: int = 300) -> str:
     """`text` as one line of at most `most` characters: messages of libraries come in several. What torch advises after every error of a GPU is left out."""
-    return " ".join(" ".join(line for line in str(text).splitlines() if not _ADVICE.match(line.strip())).split())[:most]
+    return " ".join(word for line in str(text).splitlines() if not _ADVICE.match(line.strip()) for word in line.split())[:most]

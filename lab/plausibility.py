@@ -15,7 +15,7 @@ from itertools import combinations
 
 from lab.admission import MAX_ROOFLINE_PCT
 from lab.metrics import WIDE
-from lab.placement.checks import LEAST_TOGETHER
+from lab.placement.checks import least_together
 
 SENTENCES: Mapping[str, Mapping[str, str]] = {
     "depth_inversion": {
@@ -136,7 +136,7 @@ def _weak_aggregates(known: list[Observation]) -> list[Flag]:
     found = []
     for o in known:
         single = singles.get((_SINGLE.get(o.quantity, ""), o.series, o.layers))
-        if single is not None and o.high < single.low * (LEAST_TOGETHER if o.shares_slots else 1):
+        if single is not None and o.high < least_together(single.low, o.shares_slots):
             found.append(_flag("aggregate_below_single", (o, single), count="4", aggregate=_rate(o.value), single=_rate(single.value)))
     return found
 

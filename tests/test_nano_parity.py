@@ -27,7 +27,7 @@ def test_the_cpu_against_itself(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_other_codes_are_said() -> None:
     def engine(**sums: str) -> Any:
-        return SimpleNamespace(binder=SimpleNamespace(cosines=lambda: {name: {"checksum": value} for name, value in sums.items()}))
+        return SimpleNamespace(binder=SimpleNamespace(encodings=lambda: {name: {"checksum": value} for name, value in sums.items()}))
 
     assert same_codes(engine(trunk="1", head="2"), engine(trunk="1", head="2")) == (True, "codes and scales: trunk, head")
     assert same_codes(engine(trunk="1", head="2"), engine(trunk="1", head="3")) == (False, "codes and scales: trunk, head DIFFER")

@@ -71,8 +71,8 @@ def test_released_e4m3_is_adopted_by_an_e4m3_path_without_requantising(folder: P
 
 def test_released_e4m3_is_decoded_before_another_codec_encodes_it(folder: Path) -> None:
     _, binder = load(folder / "fp8", experts="q2_g32", ple="q2_rows")
-    assert len({found["checksum"] for found in binder.cosines().values()}) == 2
-    assert 0.8 < binder.cosines()["experts"]["min"] < 0.99 and binder.cosines()["ple"]["tensors"] == 4, "the table is encoded shard by shard"
+    assert len({found["checksum"] for found in binder.encodings().values()}) == 2
+    assert 0.8 < binder.encodings()["experts"]["min"] < 0.99 and binder.encodings()["ple"]["tensors"] == 4, "the table is encoded shard by shard"
 
 
 def test_a_table_on_the_host_is_counted_there(folder: Path) -> None:

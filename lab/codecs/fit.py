@@ -130,7 +130,7 @@ def power_of_two_factor(absmax: Tensor, levels: Sequence[float]) -> Tensor:
     smallest = min(abs(level) for level in levels if level)
     largest_scale = divided(absmax.to(torch.float64), smallest)  # a group of equal weights may sit on the smallest level
     bits = divided(largest_scale, E4M3_MAX).view(torch.int64)  # a logarithm may be a bit beside a power of two, and ROCm has no frexp
-    above = (bits >> 52) - 1023 + ((bits & ((1 << 52) - 1)) != 0).to(torch.int64)
+    above = (bits >> 52) - 1023 + ((bits & ((1 << 52) - 1)) != 0)
     exponent = torch.where(largest_scale > 0, above, 0).to(torch.float64)
     return torch.exp2(exponent.clamp(-126, 127)).to(torch.float32)
 

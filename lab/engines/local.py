@@ -75,9 +75,13 @@ class LocalEngine:
     @torch.no_grad()
     def logits(self, ids: Tensor, state: State | None = None, last_only: bool = False) -> Tensor:
         """ids int64 [B, T] (any device) -> logits [B, T or 1, V] on the engine's device, in the compute dtype."""
-        self.threads.use(ids.shape[1])
         replayed = self.graphs.logits(ids, state, last_only)
-        return self.model.logits(ids.to(self.device), state, last_only) if replayed is None else replayed
+        return self.plain_logits(ids, state, last_only) if replayed is None else replayed
+
+    def plain_logits(self, ids: Tensor, state: State | None = None, last_only: bool = False) -> Tensor:
+        """As `logits`, operation by operation and never as a graph: what a trace can look into."""
+        self.threads.use(ids.shape[1])
+        return self.model.logits(ids.to(self.device), state, last_only)
 
     @torch.no_grad()
     def scores(self, ids: Tensor) -> Tensor:

@@ -146,10 +146,10 @@ class LocalAttempt(Attempt):
             ),
             resident_bytes=valued("resident_bytes", total, {"by_component": resident}),
         )
-        cosines = engine.binder.cosines()
+        encodings = engine.binder.encodings()
         for metric, component in _COSINES.items():
-            if component in cosines:
-                self.keep(**{metric: valued(metric, cosines[component]["mean"], cosines[component])})
+            if component in encodings:
+                self.keep(**{metric: valued(metric, encodings[component]["mean"], encodings[component])})
             else:
                 self.gap((metric,), Status.UNSUPPORTED, f"not applicable: {component} are in source precision, or absent at this depth")
 
@@ -255,7 +255,7 @@ class LocalAttempt(Attempt):
             "layers": len(engine.model.layers),
             "tokens_forwarded": engine.counters.rows("embed"),
             "vocab_size": engine.config.vocab_size,
-            "encoding": engine.binder.cosines(),
+            "encoding": engine.binder.encodings(),
             "kernels": {op: sorted(names) for op, names in sorted(engine.counters.kernels.items()) if names},
             "gpu_kernels": dict(engine.binder.kernels),
             "fallbacks": engine.binder.fallbacks_as_list(),

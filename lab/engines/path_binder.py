@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -60,9 +61,8 @@ class PathBinder:
                 known = "device or host" if name == "ple" else "device only"
                 raise LabError(f"path.components.{name}.placement={component.placement}: the local engine places {name} on {known}")
         self.residency: dict[tuple[str, str, str], dict[str, int]] = defaultdict(lambda: {"bytes": 0, "tensors": 0, "weights": 0})
-        self.quality: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        self.checksums: dict[str, int] = defaultdict(int)
-        """Of what was encoded, by component: the same on every device, or the records say by which they differ."""
+        self.quality: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
+        """Of each encoded tensor, by component: weight cosine to its source, weights, checksum of codes and scales."""
         self.source_codecs: dict[str, set[str]] = defaultdict(set)
         self.kernels: dict[str, str] = {}
         self.fallbacks: dict[tuple[str, str, str], int] = defaultdict(int)
@@ -206,8 +206,7 @@ class PathBinder:
             source = (parts["weight"] if codec.name == "bf16" else codec.decode(parts, stored.shape[-1])).to(self.device)
             codec, parts = wanted, wanted.encode(source)
             verify_encoding(codec, parts, source).require(name)
-            self.quality[component].append((_cosine(codec, parts, source), source.numel()))
-            self.checksums[component] = (self.checksums[component] * 31 + checksum(parts)) % 2**64
+            self.quality[component].append((_cosine(codec, parts, source), source.numel(), checksum(parts)))
         return codec, {key: part.to(device) for key, part in parts.items()}
 
     def _packed_parts(self, component: str, codec: Codec, parts: Parts, shape: tuple[int, ...], first: bool = True, nbytes: int | None = None) -> Packed:
@@ -240,14 +239,15 @@ class PathBinder:
             for (component, codec, reason), count in sorted(self.fallbacks.items())
         ]
 
-    def cosines(self) -> dict[str, dict[str, Any]]:
-        """Per encoded component: weight cosine to the source, averaged by weights, the worst tensor's, and a checksum (hex) of all codes and scales."""
+    def encodings(self) -> dict[str, dict[str, Any]]:
+        """Per encoded component: weight cosine to the source, averaged by weights, the worst tensor's, and a checksum (hex) of all codes and scales: the same
+        on every device, or the records say by which component they differ."""
         return {
             component: {
-                "mean": sum(c * n for c, n in found) / sum(n for _, n in found),
-                "min": min(c for c, _ in found),
+                "mean": sum(c * n for c, n, _ in found) / sum(n for _, n, _ in found),
+                "min": min(c for c, _, _ in found),
                 "tensors": len(found),
-                "checksum": f"{self.checksums[component]:016x}",
+                "checksum": f"{reduce(lambda whole, one: (whole * 31 + one) % 2**64, (one for _, _, one in found)):016x}",
             }
             for component, found in self.quality.items()
         }

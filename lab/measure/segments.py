@@ -62,17 +62,15 @@ def gemm_share(engine: LocalEngine, corpus: Corpus) -> Measurement:
         return engine.model.new_state(1, PREFILL + STEPS, engine.device, engine.dtype)
 
     def prefill(state: Any) -> None:
-        engine.threads.use(PREFILL)
         with record_function(RANGE + WHOLE):
-            engine.model.logits(text[:, :PREFILL], state, True)
+            engine.plain_logits(text[:, :PREFILL], state, True)
 
     def decode(state: Any) -> None:
         position = torch.tensor([PREFILL], dtype=torch.int32, device=engine.device)
-        engine.threads.use(1)
         for at in range(PREFILL, PREFILL + STEPS):
             with record_function(RANGE + WHOLE):
                 if step is None:
-                    engine.model.logits(text[:, at : at + 1], state, True)
+                    engine.plain_logits(text[:, at : at + 1], state, True)
                 else:
                     step(text[:, at : at + 1], state, position)
             position += step is not None

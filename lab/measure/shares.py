@@ -268,16 +268,14 @@ def component_shares(engine: LocalEngine, corpus: Corpus) -> dict[str, Measureme
     position = torch.tensor([PROMPT], dtype=torch.int32, device=engine.device)
 
     def prefill(into: Any) -> None:
-        engine.threads.use(PROMPT)
         with record_function(RANGE + WHOLE):
-            engine.model.logits(text[:, :PROMPT], into, True)
+            engine.plain_logits(text[:, :PROMPT], into, True)
 
     def decode(start: int) -> None:
-        engine.threads.use(1)
         for at in range(PROMPT + start, PROMPT + start + STEPS):
             with record_function(RANGE + WHOLE):
                 if step is None:
-                    engine.model.logits(text[:, at : at + 1], state, True)
+                    engine.plain_logits(text[:, at : at + 1], state, True)
                 else:
                     step(text[:, at : at + 1], state, position)
             if step is not None:

@@ -14,8 +14,6 @@ from lab.cell import Cell
 from lab.placement.kinds import kind_of
 from lab.record import Status
 
-LEAST_TOGETHER = 0.25
-"""Of the rate of one sequence, for four that share slots: less than their turns one after another would give."""
 _LISTS = ("requests", "hits", "misses", "streamed_rows")
 
 
@@ -42,6 +40,11 @@ def shares_slots(evidence: Mapping[str, Any]) -> bool:
         return False
     slots, count = told.get("slots"), told.get("count")
     return isinstance(slots, int) and isinstance(count, int) and slots < count
+
+
+def least_together(single: float, shared: bool) -> float:
+    """The rate below which four sequences together cannot be, beside one alone at `single`: its own; where they share slots, their turns one after another."""
+    return single / 4 if shared else single
 
 
 def findings(cell: Cell, evidence: dict[str, Any]) -> list[tuple[Status, str]]:

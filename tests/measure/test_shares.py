@@ -14,7 +14,6 @@ from lab.artifacts import Checkpoint, HfWeights
 from lab.cell import ComponentPlan
 from lab.counters import Counters
 from lab.engines.path_binder import PathBinder
-from lab.engines.threads import Threads
 from lab.errors import GapError
 from lab.measure import shares
 from lab.measure.shares import RANGE, TARGETS, attribute, component_shares, marked, traced
@@ -95,8 +94,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     counters, plan = Counters(), {"experts": ComponentPlan(codec="q2_g32")}
     binder = PathBinder(HfWeights(Checkpoint(folder)), plan, torch.device("cpu"), torch.float32, counters)
     model = Qwen4Exp(from_file(folder / "config.json"), binder)
-    cpu, threads = torch.device("cpu"), Threads(torch.get_num_threads())
-    return SimpleNamespace(model=model, device=cpu, dtype=torch.float32, counters=counters, graphs=SimpleNamespace(plain_step=lambda: None), threads=threads)
+    cpu, graphs = torch.device("cpu"), SimpleNamespace(plain_step=lambda: None)
+    return SimpleNamespace(model=model, device=cpu, dtype=torch.float32, counters=counters, graphs=graphs, plain_logits=model.logits)
 
 
 def test_both_shares_of_a_real_model_cover_its_parts_and_count_for_no_token(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,9 @@ from lab.kernels.mixer_step import Streams
 from lab.kernels.quads import quad_order
 from lab.models.qwen4_exp.delta import DeltaState
 from lab.models.qwen4_exp.hyper import HyperMixer
-from lab.models.qwen4_exp.injection_step import StepInjection
 from lab.models.qwen4_exp.model import ModelState, Qwen4Exp
-from lab.models.qwen4_exp.moe import SparseMoe
 from lab.models.qwen4_exp.sparse_attention import AttentionState, RotaryTables
-from lab.models.qwen4_exp.step import DecodeStep, StepAttention, StepDelta, StepMoe
+from lab.models.qwen4_exp.step import DecodeStep, Joined, StepAttention, StepDelta, StepMoe
 from lab.models.qwen4_exp.step_parts import Small, Stacked
 from lab.ops import PackedTable
 from lab.ops_gpu import KernelExperts, KernelLinear
@@ -125,10 +123,9 @@ class ChainAttention:
 class ChainMoe:
     """Router, routed experts and the shared one, written back to the streams."""
 
-    def __init__(self, block: SparseMoe, dtype: torch.dtype) -> None:
-        self.step = StepMoe(block, dtype)
-        self.config, self.shared = block.config, self.step.shared
-        self.experts: Any = block.experts
+    def __init__(self, step: StepMoe) -> None:
+        self.step, self.config, self.shared = step, step.config, step.shared
+        self.experts: Any = step.experts
         if not isinstance(fused := self.shared.fused, LowBitExperts):
             raise LabError("chained step: the shared expert is not int8")
         self.fused = fused
@@ -176,25 +173,15 @@ class ChainStep:
         self.last = ChainMixer(model.mixer, dtype)
         self.head: Any = model.head
         _require(project_step.refused(_planes(model.head, "the head")))
-        self.blocks: list[Any] = []
-        self._plain: list[Any] = []
-        for layer in model.layers:
-            if layer.attention is not None:
-                attention = StepAttention(layer.attention, dtype)
-                self.blocks.append(ChainAttention(attention))
-                self._plain.append(attention)
-            else:
-                assert layer.delta is not None
-                delta = StepDelta(layer.delta, dtype)
-                self.blocks.append(ChainDelta(delta))
-                self._plain.append(delta)
-        self.moes = [ChainMoe(layer.moe, dtype) for layer in model.layers]
-        self.injections = [None if layer.ple is None else StepInjection(layer.ple) for layer in model.layers]
+        self._joined = Joined.of(model, dtype)
+        self.blocks = [ChainAttention(block) if isinstance(block, StepAttention) else ChainDelta(block) for block in self._joined.blocks]
+        self.moes = [ChainMoe(moe) for moe in self._joined.moes]
+        self.injections = self._joined.injections
         self.tables = RotaryTables(self.config, self.device, dtype)
 
     def for_more(self) -> DecodeStep:
         """The step for more sequences, on the same joined weights."""
-        return DecodeStep(self.model, self.device, self.dtype, self._plain, [moe.step for moe in self.moes], self.injections)
+        return DecodeStep(self.model, self.device, self.dtype, self._joined)
 
     def __call__(self, ids: Tensor, state: ModelState, position: Tensor) -> Tensor:
         """Advances the tensors of `state` by one token; `state.length` is the caller's business."""

@@ -7,6 +7,7 @@ What it does not prove: that a step can be captured, which the engine tries and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -187,28 +188,33 @@ class StepMoe:
         return routed, shared
 
 
-class DecodeStep:
-    """A model's step: (ids int64 [B, 1], state, position int32 [1]) -> logits [B, 1, V]. Weights are joined once, here."""
+@dataclass(frozen=True)
+class Joined:
+    """A model's weights as every kind of step takes them, layer by layer. Joined once and shared by the steps of one model."""
 
-    def __init__(
-        self,
-        model: Qwen4Exp,
-        device: torch.device,
-        dtype: torch.dtype,
-        blocks: list[Any] | None = None,
-        moes: list[StepMoe] | None = None,
-        injections: list[StepInjection | None] | None = None,
-    ) -> None:
-        """`blocks`, `moes` and `injections`: those of another step of this model, whose joined weights are shared. Raises LabError with the reason where a
-        part of this model has no step."""
+    blocks: list[Any]
+    """StepDelta or StepAttention."""
+    moes: list[StepMoe]
+    injections: list[StepInjection | None]
+
+    @classmethod
+    def of(cls, model: Qwen4Exp, dtype: torch.dtype) -> Joined:
+        """Raises LabError with the reason where a part of this model has no step."""
+        blocks = [StepAttention(layer.attention, dtype) if layer.attention is not None else StepDelta(_delta(layer.delta), dtype) for layer in model.layers]
+        moes = [StepMoe(layer.moe, dtype) for layer in model.layers]
+        return cls(blocks, moes, [None if layer.ple is None else StepInjection(layer.ple) for layer in model.layers])
+
+
+class DecodeStep:
+    """A model's step: (ids int64 [B, 1], state, position int32 [1]) -> logits [B, 1, V]."""
+
+    def __init__(self, model: Qwen4Exp, device: torch.device, dtype: torch.dtype, joined: Joined | None = None) -> None:
+        """`joined`: of another step of this model. Raises LabError with the reason where a part of this model has no step."""
         self.model, self.config, self.device, self.dtype = model, model.config, device, dtype
         c = self.config
         self.mixers = [(StepMixer(layer.attn_mixer, dtype), StepMixer(layer.mlp_mixer, dtype)) for layer in model.layers]
-        self.blocks: list[Any] = blocks or [
-            StepAttention(layer.attention, dtype) if layer.attention is not None else StepDelta(_delta(layer.delta), dtype) for layer in model.layers
-        ]
-        self.moes = moes or [StepMoe(layer.moe, dtype) for layer in model.layers]
-        self.injections = injections or [None if layer.ple is None else StepInjection(layer.ple) for layer in model.layers]
+        joined = joined or Joined.of(model, dtype)
+        self.blocks, self.moes, self.injections = joined.blocks, joined.moes, joined.injections
         self.last = StepMixer(model.mixer, dtype)
         self.tables = RotaryTables(c, device, dtype)
         self.beside, self.fetch = Beside(device), Beside(device)
